@@ -1,0 +1,303 @@
+"""The sweep as data: frozen models, read from YAML with `extends:` and `--set` overrides.
+
+Importing this module needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kveval.errors import ConfigError, UnknownNameError
+from kveval.formats.spec import KVScheme, build_scheme, get_scheme
+from kveval.records import METRICS
+from kveval.yaml_source import KeyPath, Located, read_yaml
+
+__all__ = [
+    "CapacityConfig",
+    "GateConfig",
+    "GateEndpoint",
+    "ModelConfig",
+    "SweepConfig",
+    "TaskConfig",
+    "load_config",
+    "parse_length",
+]
+
+
+def parse_length(value: Any) -> Any:
+    """Tokens from 4096, "4096", "4k" or "1M" (k = 1024, M = 1024^2); anything else is left for pydantic to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+)\s*([kKmM]?)\s*", value)):
+        return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+    return value
+
+
+Length = Annotated[int, BeforeValidator(parse_length), Field(gt=0)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Model):
+    """Which causal LM: a name from `kveval models`, a hub id, a folder or a .gguf file."""
+
+    id: str
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    chat_template: Literal["auto", "none"] = "auto"
+
+
+class TaskConfig(_Model):
+    """One task: its name, and the task's own parameters under `params` (in YAML written beside `name`)."""
+
+    name: str
+    label: str
+    samples: int | None = Field(default=None, gt=0)
+    context_lengths: tuple[Length, ...] | None = None
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_params(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            data = {"name": data}
+        if not isinstance(data, dict):
+            return data
+        own = {k: v for k, v in data.items() if k in cls.model_fields and k != "params"}
+        rest = {k: v for k, v in data.items() if k not in cls.model_fields}
+        return {"label": data.get("name"), **own, "params": {**data.get("params", {}), **rest}}
+
+
+class CapacityConfig(_Model):
+    """The GPU on which sessions are counted. `reserve` is the fraction of its memory that is left free."""
+
+    gpu: str = "h100-80gb"
+    reserve: float = Field(default=0.1, ge=0, lt=1)
+    block_size: int = Field(default=16, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    workspace_gib: float = Field(default=0.0, ge=0)
+
+
+class GateEndpoint(_Model):
+    """One promise: the loss in `metric` on `task` at `context_length` stays within `margin` (the metric's unit)."""
+
+    metric: str
+    task: str
+    context_length: Length
+    margin: float = Field(gt=0)
+
+
+class GateConfig(_Model):
+    """What is accepted, declared before the run. All endpoints must hold."""
+
+    scheme: str
+    endpoints: tuple[GateEndpoint, ...] = Field(min_length=1)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    on_inconclusive: Literal["fail", "pass"] = "fail"
+    min_sessions_gain: float | None = Field(default=None, gt=0)
+
+
+class ControlsConfig(_Model):
+    """How the controls run. `aa_chunk` is the prefill chunk of the A/A arm, in tokens; it must differ from the
+    sweep's own, or the two arms would round alike and show no noise floor."""
+
+    aa_chunk: int = Field(default=384, ge=1)
+
+
+class SweepConfig(_Model):
+    """One sweep: model x schemes x tasks x context lengths, against a BF16-cache baseline on the same inputs."""
+
+    name: str
+    model: ModelConfig
+    baseline: Literal["bf16"] = "bf16"
+    schemes: tuple[KVScheme, ...] = Field(min_length=1)
+    tasks: tuple[TaskConfig, ...] = Field(min_length=1)
+    context_lengths: tuple[Length, ...] = Field(min_length=1)
+    samples: int = Field(default=16, gt=0)
+    seed: int = Field(default=0, ge=0)
+    reads: Literal["stored", "fresh_chunk"] = "stored"
+    prefill_chunk: int = Field(default=2048, ge=1)
+    decode_tokens: int = Field(default=4, ge=0)
+    controls: ControlsConfig = ControlsConfig()
+    capacity: CapacityConfig = CapacityConfig()
+    gate: GateConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_schemes(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("schemes"), (list, tuple)):
+            return data
+        return {**data, "schemes": tuple(_scheme(entry) for entry in data["schemes"])}
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        _refuse_repeats("scheme", [s.name for s in self.schemes])
+        _refuse_repeats("task label", [t.label for t in self.tasks])
+        for reserved in ("crush", self.baseline):
+            if any(s.name == reserved for s in self.schemes):
+                raise ValueError(f"{reserved} runs in every sweep by itself; take it out of `schemes`")
+        if self.controls.aa_chunk == self.prefill_chunk:
+            raise ValueError("controls.aa_chunk must differ from prefill_chunk, or A/A shows no noise")
+        if self.gate is not None:
+            self._check_gate(self.gate)
+        return self
+
+    def _check_gate(self, gate: GateConfig) -> None:
+        if gate.scheme not in {s.name for s in self.schemes}:
+            raise UnknownNameError("gate scheme", gate.scheme, [s.name for s in self.schemes])
+        tasks = {t.label: t for t in self.tasks}
+        for end in gate.endpoints:
+            if end.metric not in METRICS:
+                raise UnknownNameError("metric", end.metric, METRICS)
+            if end.task not in tasks:
+                raise UnknownNameError("gate task", end.task, tasks)
+            lengths = self.lengths_of(tasks[end.task])
+            if end.context_length not in lengths:
+                raise ValueError(
+                    f"gate endpoint {end.metric} on {end.task} asks for {end.context_length} tokens, "
+                    f"but the sweep runs {', '.join(map(str, lengths))}"
+                )
+
+    def lengths_of(self, task: TaskConfig) -> tuple[int, ...]:
+        """Context lengths, in tokens, at which `task` runs: its own, or the sweep's."""
+        return task.context_lengths or self.context_lengths
+
+    def samples_of(self, task: TaskConfig) -> int:
+        """Samples per cell of `task`: its own, or the sweep's."""
+        return task.samples or self.samples
+
+
+def _scheme(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return get_scheme(entry)
+    if isinstance(entry, dict) and isinstance(entry.get("name"), str):
+        return build_scheme(entry["name"], {k: v for k, v in entry.items() if k != "name"})
+    return entry
+
+
+def _refuse_repeats(kind: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            hint = "; give each its own `label`" if kind == "task label" else ""
+            raise ValueError(f"{kind} {name!r} appears {names.count(name)} times{hint}")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
+    """Read a sweep from a YAML file.
+
+    Args:
+        path: The file. A key `extends: other.yaml` (relative to this file) names a file whose keys are the
+            defaults; mappings merge, lists and values replace.
+        overrides: `a.b=value` strings, applied last; the value is parsed as YAML.
+
+    Raises:
+        ConfigError: naming the file, the line, the key and what would be right.
+    """
+    path = Path(path)
+    source = _read_with_bases(path, ())
+    for text in overrides:
+        _override(source, text)
+    source.data.setdefault("name", path.stem)
+    try:
+        return SweepConfig.model_validate(source.data)
+    except ValidationError as error:
+        raise _explain(error, source) from error
+    except UnknownNameError as error:
+        raise UnknownNameError(error.kind, error.name, error.known, where=_find(source, error.name)) from error
+
+
+def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> Located:
+    if path.resolve() in chain:
+        raise ConfigError(f"{path} extends itself, through {' -> '.join(map(str, chain))}.", remedy="Break the circle.")
+    source = read_yaml(path)
+    if not isinstance(source.data, dict):
+        raise ConfigError(f"{path} is not a mapping of keys.", remedy="`kveval init` writes a commented example.")
+    base_name = source.data.pop("extends", None)
+    if base_name is None:
+        return source
+    base = _read_with_bases(path.parent / str(base_name), (*chain, path.resolve()))
+    return Located(_merge(base.data, source.data), {**base.places, **source.places})
+
+
+def _merge(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{k: _merge(base[k], v) if k in base else v for k, v in over.items()}}
+    return over
+
+
+def _override(source: Located, text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r} is not of the form a.b=value.", remedy="For example --set samples=4.")
+    *parents, last = key.split(".")
+    at = source.data
+    for part in parents:
+        at = at[int(part)] if isinstance(at, list) and part.isdigit() and int(part) < len(at) else at
+        at = at.setdefault(part, {}) if isinstance(at, dict) else at
+        if not isinstance(at, (dict, list)):
+            raise ConfigError(f"--set {text!r}: {part!r} is a value, not a mapping.", remedy="Name a key in it.")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text!r}: the value is not YAML: {error}", remedy="Quote it.") from error
+    if isinstance(at, list):
+        if not last.isdigit() or int(last) >= len(at):
+            raise ConfigError(f"--set {text!r}: the list has items 0 to {len(at) - 1}.", remedy="Use one of these.")
+        at[int(last)] = parsed
+    else:
+        at[last] = parsed
+
+
+def _find(source: Located, name: str) -> str:
+    """Where a value equal to `name` stands in the file (used for names that validators refuse)."""
+
+    def walk(value: Any, at: KeyPath) -> str:
+        if value == name:
+            return source.where(at)
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        return next((found for key, item in items if (found := walk(item, (*at, key)))), "")
+
+    return walk(source.data, ())
+
+
+def _explain(error: ValidationError, source: Located) -> ConfigError:
+    first = error.errors()[0]
+    at = tuple(first["loc"])
+    place = source.where(at)
+    key = ".".join(map(str, at)) or "the file"
+    remedy = "`kveval schema` prints every key."
+    if first["type"] == "extra_forbidden":
+        message = f"unknown key {key!r}"
+        near = difflib.get_close_matches(str(at[-1]), _keys_at(at), n=2, cutoff=0.5)
+        remedy = f"Did you mean {' or '.join(repr(n) for n in near)}? {remedy}" if near else remedy
+    elif first["type"] == "missing":
+        message = f"key {key!r} is missing"
+    else:
+        message = f"{key}: {first['msg'].removeprefix('Value error, ')}"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return ConfigError(f"{place + ': ' if place else ''}{message}{more}.", remedy=remedy)
+
+
+def _keys_at(path: KeyPath) -> list[str]:
+    """Keys that the model holding `path` knows."""
+    model: Any = SweepConfig
+    for part in path[:-1]:
+        if isinstance(part, str) and isinstance(model, type) and part in getattr(model, "model_fields", {}):
+            model = model.model_fields[part].annotation
+        nested = [m for m in _models_in(model)]
+        model = nested[0] if nested else model
+    return list(getattr(model, "model_fields", SweepConfig.model_fields))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for arg in getattr(annotation, "__args__", ()) for m in _models_in(arg)]
