@@ -6,6 +6,7 @@ the exact path on every device: the bytes are decoded on every call, nothing is 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from kveval.errors import UnsupportedError
 from kveval.storage import PackedKV
 
-__all__ = ["ATTENTION", "ATTENTION_PATH", "use_packed_attention"]
+__all__ = ["ATTENTION", "ATTENTION_PATH", "cache_argument", "use_packed_attention"]
 
 ATTENTION = "kveval"
 """Name under which the functions are registered; transformers gives names with "sdpa" or "flash" a meaning."""
@@ -54,7 +55,7 @@ def attention(
         ([B, Lq, Hq, Dv] contiguous, None).
 
     Raises:
-        UnsupportedError: for score modifiers that this path does not compute.
+        UnsupportedError: for score modifiers and masks that this path does not compute.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -66,7 +67,8 @@ def attention(
         raise UnsupportedError("attention dropout is on.", remedy="Call model.eval().")
     key = key.dequantize() if isinstance(key, PackedKV) else key
     value = value.dequantize() if isinstance(value, PackedKV) else value
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    _refuse_unknown_mask(attention_mask, causal, queries=query.shape[2], keys=key.shape[2])
     grouped = key.shape[1] != query.shape[1]
     if grouped and attention_mask is not None and query.is_cuda:
         # torch's fused CUDA kernels take a mask or grouped heads, not both.
@@ -77,7 +79,7 @@ def attention(
         key,
         value,
         attn_mask=attention_mask,
-        is_causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
+        is_causal=causal and attention_mask is None and query.shape[2] > 1,
         scale=scaling,
         enable_gqa=grouped,
     )
@@ -86,8 +88,39 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _refuse_unknown_mask(mask: Tensor | None, causal: bool, *, queries: int, keys: int) -> None:
+    """An additive mask would be read as its opposite; torch aligns a maskless causal pattern to the first key."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise UnsupportedError(
+            f"attention got a mask of {mask.dtype}; the packed path takes boolean masks.",
+            remedy="Pass a two-dimensional attention_mask, or a boolean one.",
+        )
+    if mask is None and causal and 1 < queries < keys:
+        raise UnsupportedError(
+            f"{queries} queries over {keys} keys came without a mask.",
+            remedy="Use a model that makes its masks through transformers.",
+        )
+
+
 def use_packed_attention(model: Any) -> None:
     """Make `model` (a transformers causal LM) attend through `attention`. Registering twice is harmless."""
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument through which `model`'s forward takes a cache.
+
+    transformers renamed `past_key_values` to `cache`, and a forward may swallow the wrong name without a word.
+
+    Raises:
+        UnsupportedError: if the forward takes neither.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise UnsupportedError(
+        f"{type(model).__name__}'s forward takes no cache.", remedy="Use a causal LM from transformers."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -20,7 +20,7 @@ Reads = Literal["stored", "fresh_chunk"]
 """What attention sees for the tokens of the current forward: their stored form, or the raw tensors."""
 
 
-class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One attention layer's keys and values in packed storage.
 
     A sliding layer keeps every token and lets the mask forget, so that `crop` stays exact at any distance;
@@ -31,7 +31,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(self, scheme: KVScheme, *, index: int, sliding: bool, reads: Reads) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.scheme = scheme
         self.is_sliding = sliding
         self._index, self._reads = index, reads
@@ -44,7 +44,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._decoded(0)
 
     @keys.setter
-    def keys(self, value: None) -> None:
+    def keys(self, value: Tensor | None) -> None:
         self._refuse_assignment(value)
 
     @property
@@ -53,7 +53,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._decoded(1)
 
     @values.setter
-    def values(self, value: None) -> None:
+    def values(self, value: Tensor | None) -> None:
         self._refuse_assignment(value)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -94,9 +94,20 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `abs(tokens_to_remove)` tokens; what is left equals never having stored them."""
+        """Forget the last `-tokens_to_remove` tokens, as transformers counts them.
+
+        What is left equals never having stored them, but for a scale that was frozen from a first write that the
+        crop cuts into.
+
+        Raises:
+            UnsupportedError: on a positive count, which once meant the length to keep.
+        """
+        if tokens_to_remove > 0:
+            raise UnsupportedError(
+                f"crop({tokens_to_remove}) is ambiguous.", remedy="Give minus the number of tokens to remove."
+            )
         for store in self._stores or ():
-            store.crop(abs(tokens_to_remove))
+            store.crop(-tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything, frozen scales included."""
@@ -122,6 +133,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def copy(self) -> PackedLayer:
         """An independent layer with the same tokens."""
         twin = PackedLayer(self.scheme, index=self._index, sliding=self.is_sliding, reads=self._reads)
+        twin.valid_BT = self.valid_BT
         if self._stores is not None:
             twin.dtype, twin.device, twin.is_initialized = self.dtype, self.device, True
             twin._stores = (self._stores[0].copy(), self._stores[1].copy())
@@ -138,16 +150,18 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._stores[role].read(self._stores[role].length, self.dtype)
 
     def _refuse_assignment(self, value: Any) -> None:
-        """transformers' base class sets both to None when it is constructed; nothing else may write them."""
+        """The base class in transformers sets both to None when it is constructed; nothing else may write them."""
         if value is not None:
             raise UnsupportedError("keys and values of a packed layer are read-only.", remedy="Use `update`.")
 
     def _map_batch(self, change: Any) -> None:
+        if self.valid_BT is not None:
+            self.valid_BT = change(self.valid_BT)
         for store in self._stores or ():
             store.map_batch(change)
 
 
-class QuantizedCache(Cache):  # type: ignore[misc]
+class QuantizedCache(Cache):
     """A cache for one batch of sequences. Pass it to `model(...)` or `model.generate(...)` as any other cache.
 
     Args:
@@ -155,15 +169,21 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         scheme: A preset's name or a `KVScheme`.
         reads: `stored` (default): attention sees every token as stored, the current forward's own included.
             `fresh_chunk`: the current forward's tokens are seen raw, as some Hugging Face caches do.
-        padding_mask: bool or int [B, T], 0 where the first forward's tokens are padding, so that padding never
-            enters a frozen scale. Needed only with left-padded batches and formats that freeze a scale.
+        padding_mask: bool or int [B, T], 0 where one of the first T tokens is padding, so that padding never
+            enters a frozen scale; T covers the first forward. Needed only with left-padded batches and formats
+            that freeze a scale.
 
     Raises:
         UnsupportedError: for layer kinds that packed storage does not know.
     """
 
     def __init__(
-        self, config: Any, scheme: str | KVScheme, *, reads: Reads = "stored", padding_mask: Tensor | None = None
+        self,
+        config: Any,
+        scheme: str | KVScheme,
+        *,
+        reads: Reads = "stored",
+        padding_mask: Tensor | None = None,
     ) -> None:
         self.scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
         self.reads = reads
@@ -171,7 +191,7 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         self.geometry = geometry_from_config(as_dict)
         super().__init__(layers=[self._layer(i, kind) for i, kind in enumerate(self.geometry)])
         if padding_mask is not None:
-            for layer in self.layers:
+            for layer in self.packed_layers:
                 layer.valid_BT = padding_mask.bool()
 
     def _layer(self, index: int, geometry: LayerGeometry) -> PackedLayer:
@@ -191,15 +211,20 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         return PackedLayer(scheme, index=index, sliding=sliding, reads=self.reads)
 
     @property
+    def packed_layers(self) -> list[PackedLayer]:
+        """The layers; every one of them is packed."""
+        return cast(list[PackedLayer], self.layers)
+
+    @property
     def wide_layers(self) -> tuple[int, ...]:
         """Indices of layers that stay BF16 whatever the scheme (sliding windows)."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.is_sliding and self.scheme.lossy)
+        return tuple(i for i, layer in enumerate(self.packed_layers) if layer.is_sliding and self.scheme.lossy)
 
     def fork(self) -> QuantizedCache:
         """An independent cache with the same tokens, frozen scales included."""
         twin = object.__new__(QuantizedCache)
         twin.scheme, twin.reads, twin.geometry = self.scheme, self.reads, self.geometry
-        Cache.__init__(twin, layers=[layer.copy() for layer in self.layers])
+        Cache.__init__(twin, layers=[layer.copy() for layer in self.packed_layers])
         return twin
 
     def crop_to(self, length: int) -> None:
@@ -207,13 +232,13 @@ class QuantizedCache(Cache):  # type: ignore[misc]
         surplus = self.get_seq_length() - length
         if surplus < 0:
             raise UnsupportedError(f"the cache holds {length + surplus} tokens; it can't be cropped to {length}.")
-        for layer in self.layers:
+        for layer in self.packed_layers:
             layer.crop(-surplus)
 
     def stored_bytes(self) -> StoredBytes:
         """Bytes of the live tensors, by part, over all layers."""
         total = StoredBytes()
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.packed_layers):
             for store in layer.stores() if layer.is_initialized else ():
                 part = store.nbytes()
                 wide = StoredBytes(wide_layers=part.stored, padding=part.padding)
@@ -222,11 +247,15 @@ class QuantizedCache(Cache):  # type: ignore[misc]
 
     def billed_bytes(self, tokens: int, *, batch: int = 1) -> int:
         """What `tokens` tokens of `batch` sequences cost by the formats' formulas; equals `stored_bytes().stored`."""
-        return batch * sum(_billed(layer.scheme, shape, tokens) for layer, shape in zip(self.layers, self.geometry, strict=True))
+        return batch * sum(
+            _billed(layer.scheme, shape, tokens) for layer, shape in zip(self.packed_layers, self.geometry, strict=True)
+        )
 
     def tokens_read(self) -> int:
-        """Tokens decoded from packed bytes since construction, summed over layers and over keys and values."""
-        stores: Sequence[PackedStore] = [s for layer in self.layers if layer.is_initialized for s in layer.stores()]
+        """Tokens decoded from packed bytes since construction or `reset`, over layers, keys and values."""
+        stores: Sequence[PackedStore] = [
+            s for layer in self.packed_layers if layer.is_initialized for s in layer.stores()
+        ]
         return sum(store.tokens_read for store in stores)
 
 
@@ -235,4 +264,3 @@ def _billed(scheme: KVScheme, shape: LayerGeometry, tokens: int) -> int:
         head_dim_k=shape.head_dim_k, head_dim_v=shape.head_dim_v, kv_heads=shape.kv_heads
     )
     return tokens * per_token + (scheme.layer_constant_bytes() if tokens else 0)
-

@@ -106,8 +106,11 @@ class GateConfig(_Model):
 
 
 class ControlsConfig(_Model):
-    """How the controls run. `aa_chunk` is the prefill chunk of the A/A arm, in tokens; it must differ from the
-    sweep's own, or the two arms would round alike and show no noise floor."""
+    """How the controls run.
+
+    `aa_chunk` is the prefill chunk of the A/A arm, in tokens; it must differ from the sweep's own, or the two arms
+    would round alike and show no noise floor.
+    """
 
     aa_chunk: int = Field(default=384, ge=1)
 
@@ -290,9 +293,10 @@ def _keys_at(path: KeyPath) -> list[str]:
     """Keys that the model holding `path` knows."""
     model: Any = SweepConfig
     for part in path[:-1]:
-        if isinstance(part, str) and isinstance(model, type) and part in getattr(model, "model_fields", {}):
-            model = model.model_fields[part].annotation
-        nested = [m for m in _models_in(model)]
+        fields = getattr(model, "model_fields", {})
+        if part in fields:
+            model = fields[part].annotation
+        nested = _models_in(model)
         model = nested[0] if nested else model
     return list(getattr(model, "model_fields", SweepConfig.model_fields))
 

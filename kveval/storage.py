@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from kveval.errors import MeasurementError
+from kveval.errors import MeasurementError, UnsupportedError
 from kveval.formats.codec import Codec
 
 __all__ = ["PackedKV", "PackedStore", "StoredBytes"]
@@ -64,27 +64,48 @@ class PackedStore:
 
         Args:
             x_BHTD: New keys or values.
-            valid_BT: False where a token is padding; padding is stored but never enters a frozen scale.
+            valid_BT: False where one of the sequence's first tokens is padding; padding is stored but never enters
+                a frozen scale. At least as long as the first write.
 
         Raises:
             MeasurementError: on NaN or infinity, naming the layer.
+            UnsupportedError: if `valid_BT` does not tell which tokens may freeze a scale.
         """
         if x_BHTD.shape[2] == 0:
             return
+        x_BHTD = x_BHTD.detach()
         if not torch.isfinite(x_BHTD).all():
             raise MeasurementError(
                 f"{self._where} got NaN or infinity; a cache that stores it would hide where it came from.",
                 remedy="Check the model's dtype (float16 overflows in some models) and its weights.",
             )
         if self._constant is None and not self.codec.format.append_invariant:
-            seen = x_BHTD if valid_BT is None else x_BHTD.masked_fill(~valid_BT[:, None, :, None], 0)
-            self._constant = self.codec.constant(seen)
+            self._constant = self.codec.constant(self._without_padding(x_BHTD, valid_BT))
         payload, scale = self.codec.encode(x_BHTD, self._constant)
         end = self.length + x_BHTD.shape[2]
         self._payload = _written(self._payload, payload, self.length, end)
         if scale is not None:
             self._scale = _written(self._scale, scale, self.length, end)
         self.length = end
+
+    def _without_padding(self, x_BHTD: Tensor, valid_BT: Tensor | None) -> Tensor:
+        """The first write with padding set to zero, which no scale is taken from."""
+        if valid_BT is None:
+            return x_BHTD
+        batch, tokens = x_BHTD.shape[0], x_BHTD.shape[2]
+        if valid_BT.shape[0] != batch or valid_BT.shape[1] < tokens:
+            raise UnsupportedError(
+                f"{self._where}: a padding mask of {valid_BT.shape[0]} x {valid_BT.shape[1]} does not cover "
+                f"the first write of {batch} x {tokens}.",
+                remedy="Give the mask of the batch that the model gets (for beam search, each row repeated per beam).",
+            )
+        valid_BT = valid_BT[:, :tokens]
+        if not valid_BT.any(1).all():
+            raise UnsupportedError(
+                f"{self._where}: a whole row of the first write is padding, so nothing can set its scale.",
+                remedy="Prefill in larger chunks, or run the short prompts by themselves.",
+            )
+        return x_BHTD.masked_fill(~valid_BT[:, None, :, None], 0)
 
     def read(self, length: int, dtype: torch.dtype) -> Tensor:
         """`dtype` [B, H, length, D]: the first `length` tokens, decoded from their bytes. Counted."""
@@ -162,12 +183,19 @@ class PackedKV(Tensor):
 
     @staticmethod
     def __new__(cls, store: PackedStore, like: Tensor, *, fresh: Tensor | None) -> PackedKV:
-        """`like` gives batch, heads, dtype and device. `fresh` [B, H, t, D], if given, is what a read returns for
-        the last t tokens instead of their stored form (`reads: fresh_chunk`)."""
+        """A handle to what `store` holds now.
+
+        Args:
+            cls: This class.
+            store: The bytes.
+            like: Gives batch, heads, head size, dtype and device.
+            fresh: [B, H, t, D]; if given, what a read returns for the last t tokens instead of their stored form
+                (`reads: fresh_chunk`).
+        """
         shape = (*like.shape[:2], store.length, like.shape[3])
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         self.store, self.length, self.fresh = store, store.length, fresh
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init__(self, store: PackedStore, like: Tensor, *, fresh: Tensor | None) -> None:
         pass
@@ -177,6 +205,8 @@ class PackedKV(Tensor):
 
     def dequantize(self) -> Tensor:
         """Read the store: a plain tensor [B, H, T, D]."""
+        if self.length == 0:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self.fresh is None:
             return self.store.read(self.length, self.dtype)
         stored = self.length - self.fresh.shape[2]
@@ -185,7 +215,7 @@ class PackedKV(Tensor):
         return torch.cat([self.store.read(stored, self.dtype), self.fresh], dim=2)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         def plain(value: Any) -> Any:
             return value.dequantize() if isinstance(value, PackedKV) else value
 

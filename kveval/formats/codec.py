@@ -36,14 +36,15 @@ class Codec:
     def constant(self, x_BHTD: Tensor) -> Tensor | None:
         """The frozen second-level scale taken from a sequence's first write; float32 [B, 1, 1, 1], or None.
 
-        An all-zero first write gives 1.0: any scale stores zeros, and later values still find a usable one.
+        A first write of zeros, or of values so small that their scale rounds to zero, gives 1.0: any scale stores
+        them as zeros, and later values still find a usable one.
         """
         fmt = self.format
         if fmt.append_invariant:
             return None
         divisor = fmt.global_divisor or fmt.info.max
         amax = x_BHTD.float().abs().amax((1, 2, 3), keepdim=True)
-        return torch.where(amax > 0, amax / divisor, 1.0)
+        return _or_one(amax / divisor)
 
     def encode(self, x_BHTD: Tensor, constant: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Codes uint8 [B, H, T, P] and scales uint8 [B, H, T, S] (None where the format stores none).
@@ -81,19 +82,25 @@ class Codec:
         return self._flat(x_GN * self._load_scale(scale, constant)[..., None]).to(dtype)
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., G, N]. A short last group is filled with its own last element, which changes
-        neither its amplitude nor its minimum and maximum."""
+        """[..., D] to [..., G, N].
+
+        A short last group is filled with its own last element, which changes neither its amplitude nor its
+        minimum and maximum.
+        """
         size = self.format.group_size or self.head_dim
         if short := -self.head_dim % size:
             x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1)
-        return x.unflatten(-1, (-1, size))
+        return x.reshape(*x.shape[:-1], -1, size)
 
     def _flat(self, x_GN: Tensor) -> Tensor:
         return x_GN.flatten(-2)[..., : self.head_dim]
 
     def _encode_minmax(self, x_GN: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes round((x - zero) / step) with the step and zero point as they read back from storage.
-        A constant group has step 0 and is exact up to the rounding of its zero point."""
+        """Codes round((x - zero) / step), with the step and zero point as they read back from storage.
+
+        A constant group has step 0 and is exact up to the rounding of its zero point. A group's range has to fit
+        float32: beyond 3.4e38 it decodes to infinity, which the scored logits show.
+        """
         info = self.format.info
         low, high = x_GN.amin(-1), x_GN.amax(-1)
         stored = self._store_scale(torch.cat([(high - low) / (2**info.bits - 1), low], dim=-1))

@@ -9,6 +9,7 @@ Packed bytes hold 8 / bits codes each, the first element in the low bits.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import torch
@@ -35,7 +36,7 @@ def encode(element: str, values: Tensor, *, levels: str = "symmetric") -> Tensor
     """
     info = ELEMENTS[element]
     if info.kind == "wide":
-        return values.to(torch.bfloat16).contiguous().view(torch.uint8)
+        return values.clamp(-info.max, info.max).to(torch.bfloat16).contiguous().view(torch.uint8)
     if element in _FLOAT8:
         return values.clamp(-info.max, info.max).to(_FLOAT8[element]).view(torch.uint8)
     if element == "e2m1":
@@ -64,7 +65,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     if short := -codes.shape[-1] % per_byte:
         codes = torch.nn.functional.pad(codes, (0, short))
-    codes = codes.unflatten(-1, (-1, per_byte))
+    codes = codes.reshape(*codes.shape[:-1], -1, per_byte)
     packed = codes[..., 0].clone()
     for i in range(1, per_byte):
         packed |= codes[..., i] << (bits * i)
@@ -81,9 +82,12 @@ _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def _e2m1_codes(values: Tensor) -> Tensor:
-    """Nearest e2m1 code. A midpoint goes to the even code: where that is the upper one, the threshold is
-    the float just below the midpoint, so that the midpoint itself counts as above it."""
-    midpoints = torch.tensor([(a + b) / 2 for a, b in zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)])
+    """Nearest e2m1 code.
+
+    A midpoint goes to the even code: where that is the upper one, the threshold is the float just below the
+    midpoint, so that the midpoint itself counts as above it.
+    """
+    midpoints = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1_VALUES)])
     thresholds = midpoints.clone()
     thresholds[1::2] = torch.nextafter(midpoints[1::2], torch.zeros(3))
     codes = torch.bucketize(values.abs().contiguous(), thresholds.to(values.device), out_int32=True).to(torch.uint8)

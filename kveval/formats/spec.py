@@ -103,6 +103,8 @@ class TensorFormat(BaseModel):
             raise ValueError("bf16 elements take no scale; every other element needs one")
         if self.scale_rule == "minmax" and self.info.kind != "int":
             raise ValueError("scale_rule minmax needs an integer element")
+        if self.scale_rule == "minmax" and self.scale_dtype in ("e4m3", "e8m0"):
+            raise ValueError("a zero point needs the sign and the range of fp32, bf16 or fp16")
         if self.global_divisor is not None and self.scale_dtype != "e4m3":
             raise ValueError("global_divisor goes with e4m3 scales")
         return self

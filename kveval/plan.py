@@ -1,0 +1,197 @@
+"""From a sweep to its cells: what will run, in which order, under which identity. Needs no torch and no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kveval.config import SweepConfig, TaskConfig
+from kveval.errors import ConfigError, LengthError
+from kveval.formats.spec import KVScheme, get_scheme
+from kveval.identity import digest
+from kveval.records import SCHEMA_VERSION, Role
+
+__all__ = ["AA_LABEL", "Arm", "Cell", "Plan", "TaskPlan", "build_plan"]
+
+AA_LABEL = "bf16 (A/A)"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run every sample: a scheme and how its cache is filled.
+
+    `prefill_chunk` is the most tokens that one forward of the prompt takes.
+    """
+
+    label: str
+    role: Role
+    scheme: KVScheme
+    prefill_chunk: int
+    reads: str
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """What the plan needs to know of a task.
+
+    `identity` decides its samples (besides seed, tokenizer and length). `passage` says that its answers are running
+    text from documents that are the same at every context length. One prefill then serves all lengths, and the
+    lengths that run together, which decide where it pauses, are part of each cell's identity.
+    """
+
+    label: str
+    version: int
+    identity: Mapping[str, Any]
+    passage: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One grid point: every sample of a task at one context length on one arm.
+
+    `passage`: see `TaskPlan`; matching such an answer to the token means nothing.
+    """
+
+    id: str
+    task: str
+    task_version: int
+    arm: Arm
+    context_length: int
+    samples: int
+    passage: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep, resolved. Cells come task by task, length by length, baseline first."""
+
+    config: SweepConfig
+    model: Mapping[str, Any]
+    arms: tuple[Arm, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def gate_digest(self) -> str | None:
+        """Digest of the gate as declared, or None without one."""
+        gate = self.config.gate
+        return None if gate is None else digest("gate", gate.model_dump(mode="json"))
+
+    def cells_of(self, task: str, context_length: int) -> dict[str, Cell]:
+        """The cells of a task at a length, by arm label."""
+        return {c.arm.label: c for c in self.cells if (c.task, c.context_length) == (task, context_length)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as stored with the run. `plan_digest` covers everything but the run's name."""
+        config = self.config.model_dump(mode="json")
+        body = {
+            "config": {key: value for key, value in config.items() if key != "name"},
+            "model": dict(self.model),
+            "cells": [
+                {
+                    "cell_id": c.id,
+                    "task": c.task,
+                    "task_version": c.task_version,
+                    "scheme": c.arm.label,
+                    "role": c.arm.role,
+                    "context_length": c.context_length,
+                    "samples": c.samples,
+                }
+                for c in self.cells
+            ],
+            "gate_digest": self.gate_digest,
+        }
+        head = {"schema_version": SCHEMA_VERSION, "plan_digest": digest("plan", body)}
+        return {**head, **body, "config": config}
+
+
+def arms_of(config: SweepConfig) -> tuple[Arm, ...]:
+    """Baseline, A/A control, the schemes in the config's order, crush control."""
+    wide, chunk = get_scheme(config.baseline), config.prefill_chunk
+    return (
+        Arm(config.baseline, "baseline", wide, chunk, config.reads),
+        Arm(AA_LABEL, "aa", wide, config.controls.aa_chunk, config.reads),
+        *(Arm(s.name, "scheme", s, chunk, config.reads) for s in config.schemes),
+        Arm("crush", "crush", get_scheme("crush"), chunk, config.reads),
+    )
+
+
+def build_plan(config: SweepConfig, model: Any, tasks: Iterable[TaskPlan], *, device: str) -> Plan:
+    """Resolve a sweep into cells.
+
+    Args:
+        config: The sweep.
+        model: A `kveval.models.ModelInfo`.
+        device: Type of the device that will run it ("cpu", "cuda"); rounding differs between them.
+        tasks: One per task of the config, in its order.
+
+    Raises:
+        LengthError: if a context length is beyond what the model takes.
+    """
+    info = {**dataclasses.asdict(model), "device": device}
+    arms = arms_of(config)
+    cells = []
+    for task, entry in zip(tasks, config.tasks, strict=True):
+        for length in config.lengths_of(entry):
+            if model.max_context is not None and length > model.max_context:
+                raise LengthError(
+                    f"task {entry.label!r} asks for {length} tokens, but {model.id} takes at most {model.max_context}.",
+                    remedy="Shorten context_lengths, or use a model with a longer context.",
+                )
+            for arm in arms:
+                identity = _cell_identity(config, info, task, entry, length, arm)
+                cells.append(
+                    Cell(
+                        digest("cell", identity),
+                        task.label,
+                        task.version,
+                        arm,
+                        length,
+                        config.samples_of(entry),
+                        task.passage,
+                    )
+                )
+    _refuse_twins(cells)
+    return Plan(config, info, arms, tuple(cells))
+
+
+def _refuse_twins(cells: Iterable[Cell]) -> None:
+    """Two cells of one identity would be one measurement under two names."""
+    seen: dict[str, Cell] = {}
+    for cell in cells:
+        twin = seen.setdefault(cell.id, cell)
+        if twin is not cell:
+            raise ConfigError(
+                f"{twin.arm.label} on {twin.task} and {cell.arm.label} on {cell.task} are the same measurement "
+                f"at {cell.context_length} tokens.",
+                remedy="Drop one of the two, or change what should differ.",
+            )
+
+
+MODEL_IDENTITY = (
+    "revision",
+    "weights_digest",
+    "tokenizer_digest",
+    "template_digest",
+    "compute_dtype",
+    "device",
+)
+"""What of a model decides a result. Its name and path do not."""
+
+
+def _cell_identity(
+    config: SweepConfig, model: Mapping[str, Any], task: TaskPlan, entry: TaskConfig, length: int, arm: Arm
+) -> dict[str, Any]:
+    """Everything that affects the cell's results, and nothing else."""
+    return {
+        "model": {key: model[key] for key in MODEL_IDENTITY},
+        "task": dict(task.identity),
+        "lengths_sharing_a_prefill": list(config.lengths_of(entry)) if task.passage else None,
+        "context_length": length,
+        "seed": config.seed,
+        "scheme": arm.scheme.identity(),
+        "role": arm.role,
+        "reads": arm.reads,
+        "prefill_chunk": arm.prefill_chunk,
+    }

@@ -1,0 +1,1 @@
+"""What a finished run says: tables for the terminal, plots, one HTML page, and files for CI."""

@@ -1,0 +1,122 @@
+"""One self-contained report.html, and the plots beside it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from kveval.capacity import GIB, format_tokens, get_gpu
+from kveval.report.figure import Plot, write_plot
+from kveval.report.model import ReportData
+from kveval.report.plots import all_plots
+from kveval.report.rows import cell_rows, loss_text, summary_rows
+
+__all__ = ["render_html", "write_report"]
+
+MAIN_PLOTS = ("degradation", "exchange", "matrix", "needles")
+"""Kinds of plots that stand in the page; the others are folded away."""
+
+
+def write_report(run_dir: str | Path, data: ReportData) -> Path:
+    """Write `report.html` and `plots/` (SVG, PNG and CSV of every plot) into a run's folder.
+
+    Returns:
+        The path of `report.html`.
+    """
+    run_dir = Path(run_dir)
+    drawn = [(plot, write_plot(plot, run_dir / "plots")) for plot in all_plots(data)]
+    path = run_dir / "report.html"
+    path.write_text(render_html(data, drawn), encoding="utf-8")
+    return path
+
+
+def render_html(data: ReportData, plots: Sequence[tuple[Plot, bytes]]) -> str:
+    """The page. `plots` are the figures with their SVG, which are embedded: the page loads nothing."""
+    environment = Environment(
+        loader=PackageLoader("kveval.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["tokens"] = format_tokens
+    figures = [_figure(plot, svg) for plot, svg in plots]
+    return environment.get_template("report.html").render(
+        data=data,
+        summary=summary_rows(data),
+        baseline_sessions=data.sessions[data.baseline, data.context_lengths[-1]].floored,
+        cells=cell_rows(data),
+        figures=[f for f in figures if f["main"]],
+        more_figures=[f for f in figures if not f["main"]],
+        endpoints=_endpoints(data),
+        storage=[s for s in data.storage if s.context_length == data.context_lengths[-1]],
+        facts=_facts(data),
+        env=json.dumps(data.env, indent=2, sort_keys=True),
+        config=json.dumps(data.config, indent=2),
+    )
+
+
+def _figure(plot: Plot, svg: bytes) -> dict[str, Any]:
+    # An <img> keeps the identifiers inside each SVG apart; several inline <svg> would share one namespace.
+    source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
+    kind = plot.name.split("_")[0]
+    main = kind in MAIN_PLOTS and not plot.name.endswith("_exact_match")
+    return {
+        "name": plot.name,
+        "title": plot.title,
+        "alt": f"{plot.title}. {plot.caption}",
+        "source": source,
+        "main": main,
+    }
+
+
+def _endpoints(data: ReportData) -> list[dict[str, str]]:
+    if data.verdict is None:
+        return []
+    return [
+        {
+            "status": end.status,
+            "metric": end.metric,
+            "task": end.task,
+            "context": format_tokens(end.context_length),
+            "loss": loss_text(end.comparison).text if end.comparison else "–",
+            "margin": f"{end.margin:g}",
+            "message": end.message,
+        }
+        for end in data.verdict.endpoints
+    ]
+
+
+def _facts(data: ReportData) -> list[tuple[str, str]]:
+    config, capacity = data.config, data.config["capacity"]
+    gpu = get_gpu(capacity["gpu"])
+    group = f"{capacity['tensor_parallel']} x " if capacity["tensor_parallel"] > 1 else ""
+    notes = {note for s in data.sessions.values() for note in s.notes}
+    tasks = (f"{t['label']} ({t['samples'] or config['samples']} samples)" for t in config["tasks"])
+    counted = (
+        f"counted for {group}{gpu.card} ({gpu.memory_bytes / GIB:.1f} GiB as its driver reports), "
+        f"{capacity['reserve']:.0%} of it kept free, in blocks of {capacity['block_size']} tokens."
+    )
+    return [
+        ("Model", data.model),
+        ("Tasks", ", ".join(tasks)),
+        (
+            "Context lengths",
+            f"{', '.join(f'{n:,}' for n in data.context_lengths)} tokens; longer: not tested",
+        ),
+        ("What attention reads", _reads(config)),
+        ("Sessions", " ".join([counted, *sorted(notes)])),
+        ("Seed", str(config["seed"])),
+    ]
+
+
+def _reads(config: Mapping[str, Any]) -> str:
+    chunk = f"prefill in chunks of {config['prefill_chunk']:,} tokens"
+    if config["reads"] == "stored":
+        return f"every key and value through the stored format; {chunk}"
+    return f"the current chunk raw, everything before it through the stored format; {chunk}"

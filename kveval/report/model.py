@@ -1,0 +1,274 @@
+"""Everything a report shows, computed once: a pure function of records, plan and verdict.
+
+Tables, plots and the HTML page only lay out what stands here; statistics come from `kveval.stats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from kveval.capacity import ExchangeRate, Sessions, exchange_rate, format_tokens
+from kveval.errors import StoreError
+from kveval.records import Role
+from kveval.report.cells import (
+    LOSS_METRICS,
+    Arm,
+    Mean,
+    Needle,
+    Storage,
+    Timing,
+    arms_of,
+    estimate_cells,
+    needles_of,
+    storage_of,
+    timings_of,
+)
+from kveval.stats import Comparison
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kveval.controls import ControlResult
+    from kveval.gate import Verdict
+
+__all__ = ["ReportData", "build_report"]
+
+Tone = Literal["good", "bad", "unsure", "void", "plain"]
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """What a report shows.
+
+    Attributes:
+        headline: The first line: the verdict in plain words, or why there is none.
+        tone: How the headline is to be coloured.
+        sentences: One exchange rate in words per scheme, at the longest context, on its worst task.
+        arms, tasks, context_lengths: What was measured, in the plan's order.
+        means: Per cell and metric of `LOSS_METRICS`, every arm.
+        comparisons: Per cell and metric of `TABLE_METRICS`, of schemes and of both controls.
+        exchange: Per scheme, task, length and metric of `LOSS_METRICS`.
+        competence: (task, length, metric) -> "ok", "floor" or "ceiling".
+        margins: (metric, task, length) -> margin that the gate declared for `gate_scheme`.
+        on_gpu: Whether times are those of a GPU (else of the CPU reference path).
+        problems: Sentences about what is missing or errored; empty when all is there.
+    """
+
+    name: str
+    headline: str
+    tone: Tone
+    sentences: tuple[str, ...]
+    model: str
+    arms: tuple[Arm, ...]
+    tasks: tuple[str, ...]
+    context_lengths: tuple[int, ...]
+    confidence: float
+    means: tuple[Mean, ...]
+    comparisons: tuple[Comparison, ...]
+    exchange: tuple[ExchangeRate, ...]
+    competence: Mapping[tuple[str, int, str], str]
+    needles: tuple[Needle, ...]
+    timings: tuple[Timing, ...]
+    storage: tuple[Storage, ...]
+    sessions: Mapping[tuple[str, int], Sessions]
+    gate_scheme: str | None
+    margins: Mapping[tuple[str, str, int], float]
+    verdict: Verdict | None
+    controls: tuple[ControlResult, ...]
+    on_gpu: bool
+    problems: tuple[str, ...]
+    config: Mapping[str, Any]
+    env: Mapping[str, Any]
+
+    def of_role(self, *roles: Role) -> tuple[Arm, ...]:
+        """The arms in any of `roles`."""
+        return tuple(arm for arm in self.arms if arm.role in roles)
+
+    @property
+    def key_sentences(self) -> tuple[str, ...]:
+        """What stands right under the headline: the gated scheme's rate, or all; none if a control failed."""
+        if self.tone == "void":
+            return ()
+        return self.sentences[:1] if self.gate_scheme else self.sentences
+
+    @property
+    def baseline(self) -> str:
+        """Name of the baseline's scheme."""
+        return str(self.config["baseline"])
+
+    def comparison(self, arm: Arm, task: str, context_length: int, metric: str) -> Comparison | None:
+        """The comparison of one arm in one cell, if that cell was measured."""
+        wanted = (arm.scheme, arm.role, task, context_length, metric)
+        for c in self.comparisons:
+            if (c.scheme, c.role, c.task, c.context_length, c.metric) == wanted:
+                return c
+        return None
+
+    def ranked(self, metric: str) -> list[Comparison]:
+        """Comparisons of the schemes in `metric`, worst first; cells without a value come last."""
+        rows = [c for c in self.comparisons if c.metric == metric and c.role == "scheme"]
+        return sorted(rows, key=lambda c: -np.inf if c.loss.value is None else c.loss.value, reverse=True)
+
+    def discriminates(self, metric: str, task: str) -> bool:
+        """Whether the baseline is off the floor at any length, so that a loss of `metric` could show."""
+        return any(self.competence.get((task, length, metric), "floor") != "floor" for length in self.context_lengths)
+
+
+def build_report(
+    records: pd.DataFrame,
+    plan: Mapping[str, Any],
+    *,
+    sessions: Mapping[tuple[str, int], Sessions],
+    controls: Sequence[ControlResult],
+    verdict: Verdict | None = None,
+    env: Mapping[str, Any] | None = None,
+) -> ReportData:
+    """Compute a report.
+
+    Args:
+        records: One row per (cell, sample), with the columns of `kveval.records.Record`.
+        plan: The run's plan as stored: "config" is the resolved sweep, "model" what is known of the model.
+        sessions: (scheme, context length) -> sessions, the baseline's included.
+        controls: The controls' results.
+        verdict: The gate's, when one was declared.
+        env: Versions and hardware that the run recorded.
+
+    Raises:
+        StoreError: there are no records.
+    """
+    if records.empty:
+        raise StoreError("the run has no records yet.", remedy="Run `kveval run` on its config first.")
+    config = plan["config"]
+    gate = config.get("gate")
+    confidence = float(gate["confidence"]) if gate else 0.95
+    arms = arms_of(records, config)
+    tasks = _in_order(records["task"], (t["label"] for t in config["tasks"]))
+    lengths = tuple(sorted(int(n) for n in records["context_length"].unique()))
+    means, comparisons, rooms = estimate_cells(records, arms, tasks, lengths, confidence)
+    timings = timings_of(records, arms, lengths)
+    on_gpu = plan["model"]["device"] == "cuda"
+    data = ReportData(
+        name=config["name"],
+        headline="",
+        tone="plain",
+        sentences=(),
+        model=_model(plan["model"]),
+        arms=arms,
+        tasks=tasks,
+        context_lengths=lengths,
+        confidence=confidence,
+        means=means,
+        comparisons=comparisons,
+        exchange=_exchange(comparisons, sessions, config["baseline"], timings if on_gpu else ()),
+        competence=rooms,
+        needles=needles_of(records, arms),
+        timings=timings,
+        storage=storage_of(records, arms, lengths),
+        sessions=sessions,
+        gate_scheme=gate["scheme"] if gate else None,
+        margins={(e["metric"], e["task"], e["context_length"]): e["margin"] for e in gate["endpoints"]} if gate else {},
+        verdict=verdict,
+        controls=tuple(controls),
+        on_gpu=on_gpu,
+        problems=_problems(records, comparisons),
+        config=config,
+        env=env or {},
+    )
+    headline, tone = _headline(data)
+    return replace(data, headline=headline, tone=tone, sentences=_sentences(data))
+
+
+def _in_order(column: pd.Series[Any], listed: Iterable[str]) -> tuple[str, ...]:
+    found = list(dict.fromkeys(column))
+    order = [label for label in listed if label in found]
+    return (*order, *(label for label in found if label not in order))
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    revision = f", revision {model['revision']}" if model["revision"] else ""
+    weights = model["weights_digest"][:12]
+    return f"{model['id']}{revision}, weights {weights}, computed in {model['compute_dtype']}"
+
+
+def _exchange(
+    comparisons: Iterable[Comparison],
+    sessions: Mapping[tuple[str, int], Sessions],
+    baseline: str,
+    timings: Iterable[Timing],
+) -> tuple[ExchangeRate, ...]:
+    seconds = {(t.arm.scheme, t.context_length): t.median for t in timings}
+    rates = []
+    for c in comparisons:
+        if c.role != "scheme" or c.metric not in LOSS_METRICS:
+            continue
+        own, wide = (seconds.get((name, c.context_length)) for name in (c.scheme, baseline))
+        rates.append(
+            exchange_rate(
+                c,
+                scheme=sessions[c.scheme, c.context_length],
+                baseline=sessions[baseline, c.context_length],
+                decode_speedup=wide / own if wide and own else None,
+            )
+        )
+    return tuple(rates)
+
+
+def _problems(records: pd.DataFrame, comparisons: Iterable[Comparison]) -> tuple[str, ...]:
+    found = []
+    errored = records[records["status"] != "ok"]
+    if len(errored):
+        first = errored.iloc[0]
+        found.append(
+            f"{len(errored):,} of {len(records):,} samples errored; the first, {first['scheme']} on "
+            f"{first['task']} at {format_tokens(int(first['context_length']))} tokens: {first['error']}"
+        )
+    short = {
+        (c.scheme, c.task, c.context_length): c.n_missing_scheme + c.n_missing_baseline
+        for c in comparisons
+        if c.metric == "answer_nll" and c.n_missing_scheme + c.n_missing_baseline
+    }
+    if short:
+        (scheme, task, length), missing = max(short.items(), key=lambda item: item[1])
+        found.append(
+            f"{len(short)} cell{'s lack' if len(short) > 1 else ' lacks'} samples; "
+            f"most of all {scheme} on {task} at {format_tokens(length)} "
+            f"tokens ({missing} missing). Estimates use the pairs that are there."
+        )
+    return tuple(found)
+
+
+def _headline(data: ReportData) -> tuple[str, Tone]:
+    if data.verdict is not None:
+        tones: dict[str, Tone] = {"PASS": "good", "FAIL": "bad", "INVALID": "void"}
+        return data.verdict.first_line, tones.get(str(data.verdict.status), "unsure")
+    broken = [c for c in data.controls if c.blocks]
+    if broken:
+        return (
+            f"Don't decide on these figures, a control failed: {broken[0].name}: {broken[0].detail}",
+            "void",
+        )
+    longest = format_tokens(data.context_lengths[-1])
+    return f"No gate was declared: measurements up to {longest} tokens, no verdict.", "plain"
+
+
+def _sentences(data: ReportData) -> tuple[str, ...]:
+    """Per scheme, the gate's first: its exchange rate at the longest context, on the task it hurts most."""
+    longest = data.context_lengths[-1]
+    lines: dict[str, str] = {}
+    for comparison in data.ranked("answer_nll"):
+        if comparison.context_length != longest or comparison.scheme in lines:
+            continue
+        for rate in data.exchange:
+            if (rate.scheme, rate.task, rate.metric) == (
+                comparison.scheme,
+                comparison.task,
+                "answer_nll",
+            ) and (rate.context_length == longest):
+                lines[rate.scheme] = rate.sentence
+    names = [arm.scheme for arm in data.of_role("scheme") if arm.scheme in lines]
+    names.sort(key=lambda name: name != data.gate_scheme)
+    return tuple(lines[name] for name in names)

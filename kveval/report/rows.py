@@ -1,0 +1,142 @@
+"""The rows of a report's tables, in words: the terminal and the HTML page show the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kveval.capacity import format_interval, format_tokens
+from kveval.records import METRICS
+from kveval.report.model import ReportData
+from kveval.stats import Comparison
+
+__all__ = ["CellRow", "Loss", "SummaryRow", "cell_rows", "loss_text", "summary_rows"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss in words. `clear` is "worse" or "better" where the interval does not cover zero, else ""."""
+
+    text: str
+    clear: str
+
+
+@dataclass(frozen=True)
+class CellRow:
+    """One scheme in one cell."""
+
+    scheme: str
+    role: str
+    task: str
+    context: str
+    answer_nll: Loss
+    exact_match: Loss
+    kl: str
+    top1_flips: str
+    flips: str
+    n: str
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One scheme at the longest context: what it gains, and what it costs on the task that it hurts most."""
+
+    scheme: str
+    gated: bool
+    sessions: str
+    gain: str
+    worst_task: str
+    answer_nll: Loss
+    exact_match: Loss
+    per_doubling: str
+    bytes_per_token: str
+    of_baseline: str
+
+
+def loss_text(comparison: Comparison | None, room: str = "ok") -> Loss:
+    """A loss with its interval; fractions in points. A baseline at the floor is told in its place."""
+    if comparison is None or comparison.loss.value is None:
+        return Loss("–", "")
+    if room == "floor":
+        return Loss("baseline at floor", "")
+    factor = 100.0 if METRICS[comparison.metric].unit == "fraction" else 1.0
+    loss = comparison.loss
+    if loss.value is None or loss.low is None or loss.high is None:
+        return Loss(f"{factor * (loss.value or 0.0):.3g} (no interval)", "")
+    text = format_interval(factor * loss.value, factor * loss.low, factor * loss.high)
+    clear = "worse" if loss.low > 0 else "better" if loss.high < 0 else ""
+    return Loss(text, clear)
+
+
+def _figure(comparison: Comparison | None) -> str:
+    """A distance from the baseline to three digits, fractions in points."""
+    if comparison is None or comparison.loss.value is None:
+        return "–"
+    factor = 100.0 if METRICS[comparison.metric].unit == "fraction" else 1.0
+    return f"{factor * comparison.loss.value:.3g}"
+
+
+def cell_rows(data: ReportData) -> list[CellRow]:
+    """Every cell of every scheme, the largest answer-NLL loss first; then both controls."""
+    order = data.ranked("answer_nll")
+    for role in ("aa", "crush"):
+        order += [c for c in data.comparisons if c.metric == "answer_nll" and c.role == role]
+    arms = {(arm.scheme, arm.role): arm for arm in data.arms}
+    rows = []
+    for main in order:
+        arm = arms[main.scheme, main.role]
+        cell = (main.task, main.context_length)
+        of = {m: data.comparison(arm, *cell, m) for m in ("answer_nll", "exact_match", "kl", "top1_flips")}
+        exact, room = of["exact_match"], data.competence.get((*cell, "exact_match"), "ok")
+        told = exact is not None and room != "floor"
+        flips = f"{exact.discordant_worse} / {exact.discordant_better}" if exact and told else "–"
+        clusters = "" if main.loss.n_clusters == main.n_pairs else f" in {main.loss.n_clusters}"
+        missing = main.n_missing_scheme + main.n_missing_baseline
+        lost = f", {missing} missing" if missing else ""
+        rows.append(
+            CellRow(
+                scheme=main.scheme,
+                role=main.role,
+                task=main.task,
+                context=format_tokens(main.context_length),
+                answer_nll=loss_text(main),
+                exact_match=loss_text(exact, room),
+                kl=_figure(of["kl"]),
+                top1_flips=_figure(of["top1_flips"]),
+                flips=flips,
+                n=f"{main.n_pairs}{clusters}{lost}",
+            )
+        )
+    return rows
+
+
+def summary_rows(data: ReportData) -> list[SummaryRow]:
+    """One row per scheme, in the plan's order."""
+    longest = data.context_lengths[-1]
+    worst: dict[str, Comparison] = {}
+    for c in data.ranked("answer_nll"):
+        if c.context_length == longest:
+            worst.setdefault(c.scheme, c)
+    rows = []
+    for arm in data.of_role("scheme"):
+        if arm.scheme not in worst:
+            continue
+        c = worst[arm.scheme]
+        rates = [r for r in data.exchange if (r.scheme, r.task, r.context_length) == (c.scheme, c.task, longest)]
+        rate = next(r for r in rates if r.metric == "answer_nll")
+        stored = next((s for s in data.storage if (s.arm, s.context_length) == (arm, longest)), None)
+        room = data.competence.get((c.task, longest, "exact_match"), "ok")
+        rows.append(
+            SummaryRow(
+                scheme=arm.scheme,
+                gated=arm.scheme == data.gate_scheme,
+                sessions=f"{rate.sessions:,}",
+                gain=f"{rate.gain:.2f}x" if rate.gain is not None else "–",
+                worst_task=c.task,
+                answer_nll=loss_text(c),
+                exact_match=loss_text(data.comparison(arm, c.task, longest, "exact_match"), room),
+                per_doubling=f"{rate.loss_per_doubling:.3g}" if rate.loss_per_doubling is not None else "–",
+                bytes_per_token=f"{stored.stored:,.0f}" if stored else "–",
+                of_baseline=f"{stored.of_baseline:.0%}" if stored and stored.of_baseline else "–",
+            )
+        )
+    return rows

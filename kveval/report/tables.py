@@ -1,0 +1,225 @@
+"""What the command line prints: rich tables, and the same results as plain data for --json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kveval.capacity import GIB, ExchangeRate, Sessions, format_tokens
+from kveval.report.model import ReportData
+from kveval.report.rows import CellRow, Loss, cell_rows
+from kveval.stats import Comparison
+
+__all__ = [
+    "capacity_json",
+    "capacity_table",
+    "findings_table",
+    "models_table",
+    "report_json",
+    "run_summary",
+    "runs_table",
+    "terminal_report",
+]
+
+TONE_STYLES = {
+    "good": "bold green",
+    "bad": "bold red",
+    "void": "bold red",
+    "unsure": "bold yellow",
+    "plain": "bold",
+}
+
+
+def terminal_report(data: ReportData, *, limit: int = 12) -> RenderableType:
+    """Headline, the `limit` worst cells, and the exchange rate in words."""
+    rows = [row for row in cell_rows(data) if row.role == "scheme"]
+    parts: list[RenderableType] = [Text(data.headline, style=TONE_STYLES[data.tone])]
+    parts += [Text(problem, style="yellow") for problem in data.problems]
+    parts += [Text(), _cells_table(rows[:limit])]
+    if len(rows) > limit:
+        parts.append(Text(f"{len(rows) - limit} more cells are in report.html.", style="dim"))
+    return Group(*parts, Text(), *(Text(sentence) for sentence in data.key_sentences))
+
+
+def _cells_table(rows: Sequence[CellRow]) -> Table:
+    table = _table("Loss against the baseline, worst first", "format", "task", "context")
+    for name in ("answer NLL (nats/token)", "exact match (points)", "samples"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        losses = (_coloured(row.answer_nll), _coloured(row.exact_match))
+        table.add_row(row.scheme, row.task, row.context, *losses, row.n)
+    return table
+
+
+def _coloured(loss: Loss) -> Text:
+    return Text(loss.text, style={"worse": "red", "better": "green"}.get(loss.clear, "dim"))
+
+
+def report_json(data: ReportData) -> dict[str, Any]:
+    """A report as plain data. Losses are in their metric's unit; what is unknown is null."""
+    return {
+        "schema": "kveval.report",
+        "schema_version": 1,
+        "name": data.name,
+        "headline": data.headline,
+        "status": data.verdict.status if data.verdict else None,
+        "model": data.model,
+        "confidence": data.confidence,
+        "sentences": list(data.sentences),
+        "problems": list(data.problems),
+        "cells": [_comparison_dict(c) for c in data.comparisons],
+        "exchange": [_exchange_dict(r) for r in data.exchange],
+        "controls": [asdict(c) for c in data.controls],
+        "storage": [asdict(s) for s in data.storage],
+        "decode": [asdict(t) for t in data.timings],
+    }
+
+
+def _comparison_dict(c: Comparison) -> dict[str, Any]:
+    return {
+        "task": c.task,
+        "context_length": c.context_length,
+        "scheme": c.scheme,
+        "role": c.role,
+        "metric": c.metric,
+        "loss": asdict(c.loss),
+        "n_missing": c.n_missing_scheme + c.n_missing_baseline,
+        "notes": list(c.notes),
+    }
+
+
+def _exchange_dict(rate: ExchangeRate) -> dict[str, Any]:
+    plain = {key: value for key, value in vars(rate).items() if key != "loss"}
+    return {**plain, "loss": {"value": rate.loss.value, "low": rate.loss.low, "high": rate.loss.high}}
+
+
+def capacity_table(sessions: Mapping[tuple[str, int], Sessions], *, model: str) -> RenderableType:
+    """Sessions per scheme (rows) and context length (columns), with the gain over the baseline."""
+    some = next(iter(sessions.values()))
+    lengths = sorted({length for _, length in sessions})
+    schemes = list(dict.fromkeys(scheme for scheme, _ in sessions))
+    place = some.gpu if some.gpus == 1 else f"{some.gpus} x {some.gpu}"
+    table = _table(f"Sessions of {model} at once on {place}", "format")
+    table.add_column("bytes per token", justify="right")
+    for length in lengths:
+        table.add_column(f"{format_tokens(length)} tokens", justify="right")
+    for scheme in schemes:
+        counts = [_count(sessions[scheme, n], sessions[schemes[0], n]) for n in lengths]
+        table.add_row(scheme, f"{sessions[scheme, lengths[0]].cost.bytes_per_token:,}", *counts)
+    free = f"{some.free_bytes / GIB:.1f} GiB of each GPU are left for caches."
+    notes = sorted({note for s in sessions.values() for note in s.notes})
+    return Group(table, *(Text(line, style="dim") for line in (free, *notes)))
+
+
+def _count(own: Sessions, baseline: Sessions) -> str:
+    if own is baseline or not baseline.floored:
+        return f"{own.floored:,}"
+    return f"{own.floored:,} ({own.floored / baseline.floored:.2f}x)"
+
+
+def capacity_json(sessions: Mapping[tuple[str, int], Sessions]) -> list[dict[str, Any]]:
+    """One object per scheme and context length; bytes are per GPU."""
+    return [
+        {
+            "scheme": s.scheme,
+            "gpu": s.gpu,
+            "gpus": s.gpus,
+            "context_length": s.context_length,
+            "sessions": s.floored,
+            "sessions_fractional": s.fractional,
+            "session_bytes": s.session_bytes,
+            "bytes_per_token": s.cost.bytes_per_token,
+            "free_bytes": s.free_bytes,
+            "notes": list(s.notes),
+        }
+        for s in sessions.values()
+    ]
+
+
+def models_table(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Packaged models: name, hub id, licence, size of the download, and whether it is here."""
+    table = _table("", "name", "hub id", "licence")
+    table.add_column("download", justify="right")
+    table.add_column("here")
+    for row in rows:
+        here = Text("yes", style="green") if row["present"] else Text(f"kveval models fetch {row['name']}")
+        size = f"{row['download_bytes'] / 1e6:,.0f} MB"
+        table.add_row(row["name"], row["hub_id"], row["licence"], size, here)
+    return table
+
+
+def findings_table(findings: Mapping[str, Any]) -> RenderableType:
+    """What `kveval doctor` found: versions and hardware, models, and every scheme on this machine."""
+    env, models = findings["env"], findings["models"]
+    facts = _table("This machine", "", "")
+    facts.show_header = False
+    for key, value in _flat(env):
+        facts.add_row(key, "–" if value is None else str(value))
+    facts.add_row("models here", ", ".join(name for name, here in models.items() if here) or "none")
+    schemes = _table("Formats on this machine", "format", "keys", "values")
+    schemes.add_column("bytes per token\nand head of 128", justify="right")
+    schemes.add_column("read through")
+    schemes.add_column("works")
+    for row in findings["schemes"]:
+        works = Text("yes", style="green") if row["works"] else Text("NO", style="bold red")
+        size = str(row["bytes_per_token_and_head_of_128"])
+        schemes.add_row(row["scheme"], row["keys"], row["values"], size, row["read_through"], works)
+    return Group(facts, Text(), schemes)
+
+
+def runs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Runs, one per row; the columns are the rows' keys."""
+    if not rows:
+        return Text("No runs here. `kveval run CONFIG` makes one.")
+    table = _table("", *rows[0])
+    for row in rows:
+        table.add_row(*("–" if value is None else str(value) for value in row.values()))
+    return table
+
+
+def run_summary(plan: Mapping[str, Any], env: Mapping[str, Any]) -> RenderableType:
+    """What a run is: model, grid, settings, and the machine it ran on."""
+    config, model = plan["config"], plan["model"]
+    table = _table(config["name"], "", "")
+    table.show_header = False
+    cells = plan["cells"]
+    lengths = sorted({cell["context_length"] for cell in cells})
+    facts: dict[str, Any] = {
+        "plan": plan["plan_digest"],
+        "gate": plan["gate_digest"] or "none declared",
+        "model": model["id"],
+        "revision": model["revision"] or "–",
+        "weights": model["weights_digest"],
+        "computed in": f"{model['compute_dtype']} on {model['device']}",
+        "arms": ", ".join(dict.fromkeys(cell["scheme"] for cell in cells)),
+        "tasks": ", ".join(dict.fromkeys(cell["task"] for cell in cells)),
+        "context lengths": ", ".join(f"{n:,}" for n in lengths),
+        "cells": f"{len(cells):,} with {sum(cell['samples'] for cell in cells):,} samples",
+        "reads": f"{config['reads']}, prefill in chunks of {config['prefill_chunk']:,} tokens",
+    }
+    for key, value in (*facts.items(), *_flat(env)):
+        table.add_row(key, "–" if value is None else str(value))
+    return table
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Nested mappings as dotted keys; lists as text."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", ", ".join(map(str, value)) or None
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name)
+    return table

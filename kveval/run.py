@@ -1,0 +1,228 @@
+"""The centre: a sweep from its config to its records.
+
+Per cluster of samples (one haystack or document): the baseline first, then every other arm on the same tokens, so
+that the baseline's answer log-probabilities are at hand for the comparison. Every finished sample is journalled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kveval import env, selftest
+from kveval.backends.base import Backend, Output
+from kveval.config import SweepConfig
+from kveval.errors import KvevalError
+from kveval.models import compute_device, describe, load, load_tokenizer
+from kveval.plan import Arm, Cell, Plan, TaskPlan, build_plan
+from kveval.progress import Progress
+from kveval.prompting import PromptTemplate
+from kveval.records import Record
+from kveval.store import RunStore
+from kveval.tasks import Sample, Task, TaskContext, load_task
+
+__all__ = ["Progress", "RunSummary", "make_samples", "plan_sweep", "run_sweep"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished sweep says of itself: its folder, how many records were measured now, how many have errors."""
+
+    path: Path
+    measured: int
+    errors: int
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """Samples that share a prefill, each with the cells that it fills, by arm label."""
+
+    samples: tuple[Sample, ...]
+    cells: tuple[Mapping[str, Cell], ...] = field(repr=False)
+
+    def keys(self, arm: Arm) -> list[tuple[str, str]]:
+        return [(cells[arm.label].id, s.id) for s, cells in zip(self.samples, self.cells, strict=True)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one arm feeds: the longest prompt, and every sample's own tail."""
+        longest = max(s.context_length for s in self.samples)
+        return longest + sum(len(s.answer_ids) for s in self.samples)
+
+
+def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
+    """Resolve a sweep's model and tasks into a plan. Loads the tokenizer, not the weights.
+
+    Raises:
+        KvevalError: if the model, a task or a context length can't be had.
+    """
+    tasks = [load_task(t.name, t.params, label=t.label) for t in config.tasks]
+    info = describe(config.model, device=config.model.device)
+    task_plans = [
+        TaskPlan(t.label, t.version, t.identity(), passage=bool(getattr(t.module, "PASSAGE", False))) for t in tasks
+    ]
+    return build_plan(config, info, task_plans, device=compute_device(config.model.device)), tasks
+
+
+def make_samples(plan: Plan, tasks: Sequence[Task], tokenizer: Any) -> dict[tuple[str, int], list[Sample]]:
+    """Every sample of the sweep by (task label, context length), before any model runs.
+
+    Raises:
+        LengthError: if a context length is under a task's minimum.
+    """
+    config = plan.config
+    template = PromptTemplate.from_tokenizer(tokenizer, config.model.chat_template)
+    samples = {}
+    for task, entry in zip(tasks, config.tasks, strict=True):
+        for length in config.lengths_of(entry):
+            context = TaskContext(tokenizer, template, length, config.samples_of(entry), config.seed)
+            samples[task.label, length] = task.samples(context)
+    return samples
+
+
+def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None = None) -> RunSummary:
+    """Run what is missing of a sweep and write its records.
+
+    Args:
+        config: The sweep.
+        out: The run folder; made if missing, resumed if it holds this sweep.
+        progress: Where to report progress.
+
+    Raises:
+        KvevalError: before any sample is measured, for whatever a user can mend. A sample that fails later becomes
+            a record with status "error".
+    """
+    progress = progress or Progress()
+    plan, tasks = plan_sweep(config)
+    samples = make_samples(plan, tasks, load_tokenizer(config.model))
+    clusters = list(_clusters(plan, samples))
+    order = [(cell.id, sample.id) for cell in plan.cells for sample in samples[cell.task, cell.context_length]]
+    with RunStore.open(out, plan.to_dict(), env=env.collect()) as store:
+        already = len(store.done)
+        todo = [c for c in clusters if any(key not in store.done for arm in plan.arms for key in c.keys(arm))]
+        progress.total = sum(c.tokens for c in clusters) * len(plan.arms)
+        progress.advance(progress.total - sum(c.tokens for c in todo) * len(plan.arms), "resuming")
+        if todo:
+            backend = _load_backend(config, store)
+            for cluster in todo:
+                _run_cluster(cluster, plan.arms, backend, store, config.decode_tokens, progress)
+        store.finish(order)
+        errors = sum(record.status == "error" for record in store.done.values())
+        return RunSummary(Path(out), len(order) - already, errors)
+
+
+def _clusters(plan: Plan, samples: Mapping[tuple[str, int], list[Sample]]) -> Iterator[_Cluster]:
+    """Group samples that share a haystack or document; a task whose documents nest is grouped across lengths."""
+    for entry in plan.config.tasks:
+        lengths = plan.config.lengths_of(entry)
+        pool = [(s, plan.cells_of(entry.label, n)) for n in lengths for s in samples[entry.label, n]]
+        by_cluster: dict[str, list[tuple[Sample, dict[str, Cell]]]] = {}
+        for sample, cells in pool:
+            by_cluster.setdefault(sample.cluster, []).append((sample, cells))
+        for members in by_cluster.values():
+            yield _Cluster(tuple(s for s, _ in members), tuple(c for _, c in members))
+
+
+def _load_backend(config: SweepConfig, store: RunStore) -> Backend:
+    from kveval.backends.hf import HFBackend
+
+    backend = HFBackend(load(config.model, device=config.model.device))
+    store.write_note("self_test.json", selftest.check(backend))
+    return backend
+
+
+def _run_cluster(
+    cluster: _Cluster,
+    arms: Iterable[Arm],
+    backend: Backend,
+    store: RunStore,
+    decode_tokens: int,
+    progress: Progress,
+) -> None:
+    """Score a cluster on every arm that lacks records. The baseline always runs: the others are compared with it."""
+    baseline: dict[str, Any] = {}
+    for arm in arms:
+        missing = {key for key in cluster.keys(arm) if key not in store.done}
+        if missing or arm.role == "baseline":
+            for record, output in _score(cluster, arm, backend, baseline, decode_tokens):
+                if arm.role == "baseline" and output is not None:
+                    baseline[record.sample_id] = output.log_probs
+                if (record.cell_id, record.sample_id) in missing:
+                    store.append(record)
+        progress.advance(cluster.tokens, f"{cluster.cells[0][arm.label].task}: {arm.label}")
+
+
+def _score(
+    cluster: _Cluster, arm: Arm, backend: Backend, baseline: Mapping[str, Any], decode_tokens: int
+) -> Iterator[tuple[Record, Output | None]]:
+    """Records of one arm, in sample order. Whatever the backend could not score is a row with status "error"."""
+    members = list(zip(cluster.samples, cluster.cells, strict=True))
+    scored = 0
+    try:
+        for output in backend.score(cluster.samples, arm, baseline, decode_tokens=decode_tokens):
+            sample, cells = members[scored]
+            scored += 1
+            yield _record(sample, cells[arm.label], output), output
+    except (KvevalError, RuntimeError) as error:
+        log.exception("%s failed on %s", arm.label, cluster.samples[0].cluster)
+        for sample, cells in itertools.islice(members, scored, None):
+            yield _error_record(sample, cells[arm.label], error), None
+
+
+def _head(sample: Sample, cell: Cell) -> dict[str, Any]:
+    return {
+        "cell_id": cell.id,
+        "sample_id": sample.id,
+        "sample_index": sample.index,
+        "cluster": sample.cluster,
+        "task": cell.task,
+        "task_version": cell.task_version,
+        "scheme": cell.arm.label,
+        "role": cell.arm.role,
+        "context_length": sample.context_length,
+        "depth": sample.depth,
+        "n_prompt_tokens": len(sample.prompt_ids),
+        "n_answer_tokens": len(sample.answer_ids),
+        "prefill_chunk": cell.arm.prefill_chunk,
+        "reads": cell.arm.reads,
+    }
+
+
+def _record(sample: Sample, cell: Cell, output: Output) -> Record:
+    score, ran = output.score, output.effective
+    is_baseline = cell.arm.role == "baseline"
+    return Record(
+        **_head(sample, cell),
+        status="ok",
+        answer_nll=score.answer_nll,
+        answer_nll_sum=score.answer_nll_sum,
+        exact_match=None if cell.passage else float(score.exact_match),
+        first_token_match=None if cell.passage else float(score.first_token_match),
+        kl=0.0 if is_baseline else score.kl,
+        top1_flips=0.0 if is_baseline else score.top1_flips,
+        token_nll=list(score.token_nll),
+        stored_bytes=ran.stored.stored,
+        payload_bytes=ran.stored.payload,
+        scale_bytes=ran.stored.scales,
+        constant_bytes=ran.stored.constants,
+        padding_bytes=ran.stored.padding,
+        wide_layer_bytes=ran.stored.wide_layers,
+        billed_bytes=ran.billed,
+        cache_tokens=ran.cache_tokens,
+        packed_reads=ran.packed_reads,
+        attention_path=ran.attention_path,
+        compute_dtype=ran.compute_dtype,
+        prefill_s=output.prefill_s,
+        score_s=output.score_s,
+        decode_s_per_token=output.decode_s_per_token,
+    )
+
+
+def _error_record(sample: Sample, cell: Cell, error: Exception) -> Record:
+    return Record(**_head(sample, cell), status="error", error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,80 @@
+"""From logits of the answer's positions to per-sample scores. Pure functions of tensors.
+
+Shape legend: N scored positions (the answer's tokens), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kveval.errors import MeasurementError
+
+__all__ = ["AnswerScore", "log_probabilities", "score_answer"]
+
+
+@dataclass(frozen=True)
+class AnswerScore:
+    """How well one answer was predicted.
+
+    Attributes:
+        token_nll: Negative log-likelihood of each answer token, in nats.
+        exact_match: Every argmax is the answer's token: greedy decoding would write exactly the answer.
+        first_token_match: The first argmax is the answer's first token.
+        kl: Mean over positions of KL(baseline || this), in nats; None without a baseline.
+        top1_flips: Fraction of positions whose argmax differs from the baseline's; None without a baseline.
+    """
+
+    token_nll: tuple[float, ...]
+    exact_match: bool
+    first_token_match: bool
+    kl: float | None
+    top1_flips: float | None
+
+    @property
+    def answer_nll_sum(self) -> float:
+        """Sum over the answer's tokens, in nats."""
+        return sum(self.token_nll)
+
+    @property
+    def answer_nll(self) -> float:
+        """Mean over the answer's tokens, in nats per token."""
+        return self.answer_nll_sum / len(self.token_nll)
+
+
+def log_probabilities(logits_NV: Tensor) -> Tensor:
+    """float32 [N, V] log-probabilities.
+
+    Raises:
+        MeasurementError: if the logits are not finite, or not float32 (a 16-bit head hides effects of 1e-4 nats).
+    """
+    if logits_NV.dtype != torch.float32:
+        raise MeasurementError(f"scored logits are {logits_NV.dtype}, not float32.")
+    if not torch.isfinite(logits_NV).all():
+        raise MeasurementError("scored logits hold NaN or infinity.", remedy="Check the model's dtype and weights.")
+    return logits_NV.log_softmax(-1)
+
+
+def score_answer(log_probs_NV: Tensor, answer_ids: Tensor, baseline_NV: Tensor | None) -> AnswerScore:
+    """Score an answer that was fed to the model token by token, whatever the model would have written.
+
+    Args:
+        log_probs_NV: What the model predicted at each position of the answer.
+        answer_ids: int64 [N].
+        baseline_NV: The same from the baseline.
+    """
+    right = log_probs_NV.argmax(-1)
+    kl = flips = None
+    if baseline_NV is not None:
+        kl = float((baseline_NV.exp() * (baseline_NV - log_probs_NV)).sum(-1).mean())
+        flips = float((right != baseline_NV.argmax(-1)).float().mean())
+    matches = right == answer_ids
+    return AnswerScore(
+        token_nll=tuple((-log_probs_NV.gather(1, answer_ids[:, None])[:, 0]).tolist()),
+        exact_match=bool(matches.all()),
+        first_token_match=bool(matches[0]),
+        kl=kl,
+        top1_flips=flips,
+    )

@@ -1,0 +1,77 @@
+"""How well the model predicts real text: the last tokens of a long passage, given all before them."""
+
+from bisect import bisect_left
+
+from pydantic import Field
+
+from kveval.corpora import Corpus, CorpusName, load_corpus, paragraph_starts, rotation_blocks
+from kveval.errors import LengthError, TaskError
+from kveval.tasks import Sample, TaskContext, TaskParams, make_sample, seeded_random
+
+VERSION = 1
+PASSAGE = True
+NAME = "perplexity"
+
+
+class Params(TaskParams):
+    """`corpus`: the text to read. `scored_tokens`: how many tokens at the end of it are scored."""
+
+    corpus: CorpusName = "python-docs"
+    scored_tokens: int = Field(256, ge=1)
+
+
+def samples(params: Params, ctx: TaskContext) -> list[Sample]:
+    """One passage per sample, as plain text behind the tokenizer's own BOS.
+
+    A passage starts at a fixed place whatever the length, so a longer one begins with the shorter
+    one. Places are spread evenly over the corpus; no passage repeats any text.
+    """
+    bos = ctx.prompt.bos_ids
+    least = len(bos) + 1 + params.scored_tokens
+    if ctx.context_length < least:
+        raise LengthError(
+            f"task {NAME!r} needs at least {least} tokens to score {params.scored_tokens}; "
+            f"the context length is {ctx.context_length}.",
+            remedy="Ask for longer contexts or fewer `scored_tokens`.",
+        )
+    corpus = load_corpus(params.corpus)
+    text = "\n\n".join(corpus.documents)
+    made = []
+    for index, start in enumerate(_places(ctx, corpus, text)):
+        ids = bos + _tokens(ctx, corpus, text, start, ctx.context_length - len(bos))
+        prompt, answer = ids[: -params.scored_tokens], ids[-params.scored_tokens :]
+        where = {"corpus": corpus.name, "start_char": start}
+        made.append(make_sample(ctx, index, prompt, answer, cluster=f"{NAME}-{start}", metadata=where))
+    return made
+
+
+def _places(ctx: TaskContext, corpus: Corpus, text: str) -> list[int]:
+    """Where the passages start: the base-2 van der Corput sequence, moved by the seed, on paragraphs."""
+    allowed = paragraph_starts(text)
+    shift = seeded_random(ctx, NAME, 0).random()
+    places: list[int] = []
+    for index in range(ctx.samples):
+        bits = f"{index:b}"
+        spread = int(bits[::-1], 2) / 2 ** len(bits)
+        target = (shift + spread) % 1.0 * len(text)
+        place = allowed[bisect_left(allowed, target) % len(allowed)] if allowed else 0
+        if place in places or not allowed:
+            raise TaskError(
+                f"the text source {corpus.name!r} is too short for {ctx.samples} different passages.",
+                remedy="Name a longer source, or ask for fewer samples.",
+            )
+        places.append(place)
+    return places
+
+
+def _tokens(ctx: TaskContext, corpus: Corpus, text: str, start: int, count: int) -> tuple[int, ...]:
+    ids: list[int] = []
+    for block in rotation_blocks(text, start):
+        ids.extend(ctx.prompt.encode(block))
+        if len(ids) >= count:
+            return tuple(ids[:count])
+    raise TaskError(
+        f"the text source {corpus.name!r} has only {len(ids)} tokens, {count} are needed; "
+        "perplexity never repeats text.",
+        remedy="Name a longer source, such as file:<glob> or datasets:<name>, or ask for shorter contexts.",
+    )

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kveval.config import SweepConfig, load_config
+from kveval.errors import ConfigError, UnknownNameError
+from kveval.formats.spec import get_scheme
+
+MINIMAL = """\
+model: {id: some-model}
+schemes: [nvfp4]
+tasks: [niah_single]
+context_lengths: [1k]
+"""
+
+
+def write(tmp_path: Path, text: str, name: str = "sweep.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_and_name_from_the_file(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL))
+    assert config.name == "sweep"
+    assert config.schemes == (get_scheme("nvfp4"),)
+    assert config.context_lengths == (1024,)
+    assert (config.reads, config.prefill_chunk, config.samples, config.seed) == ("stored", 2048, 16, 0)
+    assert config.tasks[0].label == "niah_single"
+
+
+def test_task_parameters_are_what_the_config_does_not_know(tmp_path):
+    text = MINIMAL.replace(
+        "[niah_single]", "[{name: niah_multikey, label: mk, keys: 8, samples: 4, context_lengths: [2k]}]"
+    )
+    config = load_config(write(tmp_path, text))
+    task = config.tasks[0]
+    assert (task.name, task.label, task.params) == ("niah_multikey", "mk", {"keys": 8})
+    assert config.samples_of(task) == 4
+    assert config.lengths_of(task) == (2048,)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("512", 512), ("1k", 1024), ("128K", 131072), ("1M", 2**20), ('"4096"', 4096)]
+)
+def test_lengths(tmp_path, text, tokens):
+    assert load_config(write(tmp_path, MINIMAL.replace("1k", text))).context_lengths == (tokens,)
+
+
+def test_inline_scheme_takes_sides_of_presets(tmp_path):
+    text = MINIMAL.replace(
+        "[nvfp4]",
+        "[{name: mine, key: nvfp4, value: {element: int8, granularity: per_token, scale_rule: amax, scale_dtype: fp32}}]",
+    )
+    scheme = load_config(write(tmp_path, text)).schemes[0]
+    assert scheme.name == "mine"
+    assert scheme.key == get_scheme("nvfp4").key
+    assert scheme.value == get_scheme("int8_per_token_head").value
+
+
+def test_overrides(tmp_path):
+    config = load_config(
+        write(tmp_path, MINIMAL), ["samples=3", "model.dtype=float32", "tasks.0=perplexity", "name=other"]
+    )
+    assert (config.samples, config.model.dtype, config.tasks[0].name, config.name) == (
+        3,
+        "float32",
+        "perplexity",
+        "other",
+    )
+
+
+def test_extends_merges_mappings_and_replaces_lists(tmp_path):
+    write(tmp_path, MINIMAL + "capacity: {gpu: l4-24gb, reserve: 0.2}\n", "base.yaml")
+    child = write(tmp_path, "extends: base.yaml\nschemes: [mxfp4]\ncapacity: {reserve: 0.3}\n", "child.yaml")
+    config = load_config(child)
+    assert [s.name for s in config.schemes] == ["mxfp4"]
+    assert (config.capacity.gpu, config.capacity.reserve) == ("l4-24gb", 0.3)
+    assert config.name == "child"
+
+
+def test_dumped_config_reads_back(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL))
+    assert SweepConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+GATE = "gate: {scheme: SCHEME, endpoints: [{metric: METRIC, task: TASK, context_length: LENGTH, margin: 0.1}]}\n"
+
+
+def gate(scheme="nvfp4", metric="answer_nll", task="niah_single", length="1k"):
+    text = GATE.replace("SCHEME", scheme).replace("METRIC", metric)
+    return MINIMAL + text.replace("TASK", task).replace("LENGTH", length)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        (MINIMAL + "sampels: 3\n", 5, ["unknown key 'sampels'", "Did you mean 'samples'"]),
+        (MINIMAL.replace("id: some-model", "id: some-model, dtyp: x"), 1, ["model.dtyp", "Did you mean 'dtype'"]),
+        (MINIMAL.replace("nvfp4", "nvfp5"), 2, ["unknown scheme 'nvfp5'", "Did you mean 'nvfp4'"]),
+        (MINIMAL + "samples: 0\n", 5, ["samples", "greater than 0"]),
+        (MINIMAL + "samples: 3\nsamples: 4\n", 6, ["'samples' is written twice", "first on line 5"]),
+        (MINIMAL.replace("[1k]", "[1q]"), 4, ["context_lengths.0"]),
+        (MINIMAL.replace("[nvfp4]", "[crush]"), 1, ["crush runs in every sweep by itself"]),
+        (MINIMAL.replace("[nvfp4]", "[bf16]"), 1, ["bf16 runs in every sweep by itself"]),
+        (MINIMAL.replace("[nvfp4]", "[nvfp4, nvfp4]"), 1, ["'nvfp4' appears 2 times"]),
+        (
+            MINIMAL.replace("[niah_single]", "[niah_single, niah_single]"),
+            1,
+            ["'niah_single' appears 2 times", "`label`"],
+        ),
+        (MINIMAL + "prefill_chunk: 384\n", 1, ["aa_chunk must differ"]),
+        (gate(scheme="nvfp5"), 5, ["unknown gate scheme 'nvfp5'", "Did you mean 'nvfp4'"]),
+        (gate(metric="answer_nl"), 5, ["unknown metric 'answer_nl'", "Did you mean 'answer_nll'"]),
+        (gate(task="niah_singel"), 5, ["unknown gate task 'niah_singel'"]),
+        (gate(length="2k"), 1, ["asks for 2048 tokens, but the sweep runs 1024"]),
+        ("model: {id: [}\n", None, ["not valid YAML"]),
+        ("- 1\n", None, ["not a mapping"]),
+        (MINIMAL.replace("schemes: [nvfp4]\n", ""), 1, ["'schemes' is missing"]),
+    ],
+)
+def test_errors_name_file_line_and_remedy(tmp_path, text, line, words):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert str(path) in message
+    if line is not None:
+        assert f"{path}:{line}:" in message
+    for word in words:
+        assert word in message
+    assert caught.value.remedy
+
+
+def test_error_in_a_base_names_the_base(tmp_path):
+    base = write(tmp_path, MINIMAL.replace("nvfp4", "nvfp5"), "base.yaml")
+    child = write(tmp_path, "extends: base.yaml\n", "child.yaml")
+    with pytest.raises(UnknownNameError, match=r"base\.yaml:2"):
+        load_config(child)
+    assert base.exists()
+
+
+def test_circular_extends(tmp_path):
+    write(tmp_path, "extends: b.yaml\n", "a.yaml")
+    write(tmp_path, "extends: a.yaml\n", "b.yaml")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("override", ["samples", "=3", "model.id.x=3", "tasks.7=x", "model.id={"])
+def test_bad_overrides(tmp_path, override):
+    with pytest.raises(ConfigError, match="--set"):
+        load_config(write(tmp_path, MINIMAL), [override])
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="can't read"):
+        load_config(tmp_path / "nothing.yaml")

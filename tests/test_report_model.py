@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+from report_records import ENV, make_config, make_data, make_plan, make_records
+
+from kveval.controls import ControlResult
+from kveval.errors import StoreError
+from kveval.gate import decide
+from kveval.report.cells import DEPTH_BUCKETS, Arm, arms_of, needles_of, storage_of, timings_of
+from kveval.report.model import build_report
+from kveval.report.rows import cell_rows, loss_text, summary_rows
+from kveval.stats import compare
+
+
+@pytest.fixture(scope="module")
+def records() -> pd.DataFrame:
+    return make_records(samples=24, lengths=(512, 2048), schemes=("k8v4", "mxfp4"))
+
+
+@pytest.fixture(scope="module")
+def config():
+    return make_config(schemes=["k8v4", "mxfp4"], context_lengths=[512, 2048], samples=24)
+
+
+@pytest.fixture(scope="module")
+def data(records, config):
+    verdict = decide(records, config.gate)
+    return make_data(records, config, verdict=verdict)
+
+
+def test_arms_come_baseline_first_and_crush_last(data):
+    assert [(a.scheme, a.role) for a in data.arms] == [
+        ("bf16", "baseline"),
+        ("bf16 (A/A)", "aa"),
+        ("k8v4", "scheme"),
+        ("mxfp4", "scheme"),
+        ("crush", "crush"),
+    ]
+
+
+def test_arms_not_in_the_config_come_after_the_listed_ones(records):
+    renamed = records.replace({"scheme": {"k8v4": "zzz"}})
+    arms = arms_of(renamed, make_plan()["config"])
+    assert [a.scheme for a in arms] == ["bf16", "bf16 (A/A)", "mxfp4", "zzz", "crush"]
+
+
+def test_comparisons_are_those_of_the_statistics(data, records):
+    ours = data.comparison(Arm("mxfp4", "scheme"), "perplexity", 512, "kl")
+    assert ours == compare(records, scheme="mxfp4", role="scheme", metric="kl", task="perplexity", context_length=512)
+    assert data.comparison(Arm("mxfp4", "scheme"), "perplexity", 4096, "kl") is None
+    assert len(data.comparisons) == 3 * 2 * 4 * 4
+    assert len(data.exchange) == 3 * 2 * 2 * 2
+
+
+def test_worst_first(data):
+    losses = [c.loss.value for c in data.ranked("answer_nll")]
+    assert losses == sorted(losses, reverse=True)
+    assert data.ranked("answer_nll")[0].scheme == "mxfp4"
+    assert {c.role for c in data.ranked("answer_nll")} == {"scheme"}
+
+
+def test_headline_and_key_sentence_are_the_gates(data):
+    assert data.headline == data.verdict.first_line
+    assert data.tone == "good"
+    assert data.key_sentences == data.sentences[:1]
+    assert data.sentences[0].startswith("k8v4 at 2k tokens: 4,001 sessions instead of 1,625 (2.5x); costs")
+    assert "decode" not in data.sentences[0]  # the CPU's times say nothing about a GPU
+
+
+def test_each_sentence_is_of_the_task_that_hurts_most(data):
+    for sentence, scheme in zip(data.sentences, ("k8v4", "mxfp4"), strict=True):
+        worst = next(c for c in data.ranked("answer_nll") if c.scheme == scheme and c.context_length == 2048)
+        assert f" on {worst.task}" in sentence
+
+
+def test_without_a_gate_nothing_is_decided(records):
+    config = make_config(schemes=["k8v4", "mxfp4"], gate=None)
+    data = make_data(records, config, device="cuda")
+    assert data.headline == "No gate was declared: measurements up to 2k tokens, no verdict."
+    assert (data.tone, data.gate_scheme, data.margins, data.confidence) == ("plain", None, {}, 0.95)
+    assert data.key_sentences == data.sentences
+    assert all("; decode 0." in s for s in data.sentences)
+
+
+def test_a_failed_control_leads_and_silences_the_sentences(records):
+    config = make_config(schemes=["k8v4", "mxfp4"], gate=None)
+    broken = ControlResult("crush caught", False, "crush is not told from noise.", "invalid")
+    data = make_data(records, config, controls=(broken,))
+    assert data.headline.endswith("a control failed: crush caught: crush is not told from noise.")
+    assert (data.tone, data.key_sentences) == ("void", ())
+
+
+def test_missing_and_errored_samples_are_told(records, config):
+    damaged = records[~((records["scheme"] == "k8v4") & (records["sample_index"] == 3))].copy()
+    row = damaged.index[(damaged["scheme"] == "mxfp4") & (damaged["sample_index"] == 5)][0]
+    damaged.loc[row, ["status", "error"]] = ["error", "MeasurementError: the cache did not grow"]
+    damaged.loc[row, ["answer_nll", "exact_match", "kl", "top1_flips"]] = None
+    problems = make_data(damaged, config).problems
+    assert problems[0] == (
+        "1 of 714 samples errored; the first, mxfp4 on niah_multikey at 512 tokens: "
+        "MeasurementError: the cache did not grow"
+    )
+    assert problems[1].startswith("7 cells lack samples; most of all k8v4 on niah_multikey at 512 tokens (1 ")
+
+
+def test_no_records_is_an_error():
+    with pytest.raises(StoreError, match="no records yet"):
+        build_report(make_records(samples=0), make_plan(), sessions={}, controls=(), env=ENV)
+
+
+def test_margins_are_those_of_the_gate(data):
+    assert data.margins == {
+        ("answer_nll", "niah_multikey", 2048): 0.1,
+        ("answer_nll", "passkey_chain", 2048): 0.1,
+    }
+
+
+def test_a_metric_at_the_floor_discriminates_nothing(data):
+    assert data.discriminates("answer_nll", "perplexity")
+    assert not data.discriminates("exact_match", "perplexity")
+    assert not data.discriminates("exact_match", "no such task")
+
+
+class TestCells:
+    def test_needles_by_depth(self, records, data):
+        one = next(n for n in data.needles if (n.arm.role, n.context_length, n.bucket) == ("baseline", 512, 2))
+        at = records[
+            (records["role"] == "baseline")
+            & (records["task"] == "niah_multikey")
+            & (records["context_length"] == 512)
+            & records["depth"].between(0.4, 0.6)
+        ]
+        assert (one.n, one.value) == (len(at), at["exact_match"].mean())
+        assert {n.bucket for n in data.needles} == set(range(DEPTH_BUCKETS))
+
+    def test_depth_one_is_in_the_last_band(self, records, data):
+        deep = records.head(5).assign(depth=1.0)
+        assert {n.bucket for n in needles_of(deep, data.arms)} == {DEPTH_BUCKETS - 1}
+
+    def test_storage_is_per_cached_token(self, data):
+        found = {s.arm.scheme: s for s in data.storage if s.context_length == 512}
+        assert (found["bf16"].stored, found["bf16"].of_baseline) == (23_040, 1.0)
+        assert found["mxfp4"].of_baseline == 4.25 / 16
+
+    def test_times_are_medians_and_quartiles(self, records, data):
+        seconds = records[(records["scheme"] == "k8v4") & (records["context_length"] == 512)]
+        time = next(t for t in data.timings if (t.arm.scheme, t.context_length) == ("k8v4", 512))
+        assert time.n == 72
+        assert time.median == pytest.approx(seconds["decode_s_per_token"].median())
+        assert time.low < time.median < time.high
+
+    def test_unmeasured_bytes_and_times_are_left_out(self, records, data):
+        bare = records.assign(stored_bytes=None, decode_s_per_token=math.nan)
+        assert storage_of(bare, data.arms, (512,)) == ()
+        assert timings_of(bare, data.arms, (512,)) == ()
+
+
+class TestRows:
+    def test_every_cell_once_and_controls_last(self, data):
+        rows = cell_rows(data)
+        assert len(rows) == 3 * 2 * 4
+        assert [r.role for r in rows] == ["scheme"] * 12 + ["aa"] * 6 + ["crush"] * 6
+        assert rows[0].answer_nll.clear == "worse"
+
+    def test_floor_is_told_in_place_of_a_figure(self, data):
+        row = next(r for r in cell_rows(data) if r.task == "perplexity")
+        assert (row.exact_match.text, row.flips) == ("baseline at floor", "–")
+
+    def test_summary_is_at_the_longest_context(self, data):
+        k8v4, mxfp4 = summary_rows(data)
+        assert (k8v4.scheme, k8v4.gated, k8v4.sessions, k8v4.gain) == ("k8v4", True, "4,001", "2.46x")
+        assert (mxfp4.gated, mxfp4.of_baseline, mxfp4.bytes_per_token) == (False, "27%", "6,120")
+
+    def test_an_undefined_interval_is_said(self, records):
+        one = records[records["sample_index"] == 0]
+        c = compare(one, scheme="k8v4", metric="answer_nll", task="perplexity", context_length=512)
+        assert loss_text(c).text.endswith("(no interval)")
+        assert loss_text(None).text == "–"

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from report_records import ENV, make_config, make_data, make_plan, make_records
+from rich.console import Console
+
+from kveval.capacity import Budget, get_gpu, sessions_table
+from kveval.formats.spec import get_scheme
+from kveval.geometry import LayerGeometry
+from kveval.report.tables import (
+    capacity_json,
+    capacity_table,
+    findings_table,
+    models_table,
+    report_json,
+    run_summary,
+    runs_table,
+    terminal_report,
+)
+
+LAYERS = [LayerGeometry(kind="full", kv_heads=8, head_dim_k=128, head_dim_v=128)] * 32
+
+
+def printed(renderable, *, width: int = 120) -> str:
+    console = Console(width=width, color_system=None, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(renderable)
+    return console.export_text()
+
+
+@pytest.fixture(scope="module")
+def data():
+    schemes = ["k8v4", "mxfp4"]
+    records = make_records(samples=12, lengths=(512, 2048), schemes=tuple(schemes))
+    return make_data(records, make_config(schemes=schemes, context_lengths=[512, 2048], gate=None))
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    schemes = [get_scheme(s) for s in ("bf16", "fp8_e4m3")]
+    return sessions_table(LAYERS, schemes, [4096, 100_000], budget=Budget(get_gpu("80gb"), 16 * 10**9, 0))
+
+
+def test_the_worst_cell_is_on_top(data):
+    lines = printed(terminal_report(data, limit=3)).splitlines()
+    assert lines[0] == data.headline
+    table = lines.index("Loss against the baseline, worst first".ljust(len(lines[2])))
+    worst = data.ranked("answer_nll")[0]
+    assert lines[table + 2].split()[:2] == [worst.scheme, worst.task]
+    assert "9 more cells are in report.html." in "\n".join(lines)
+
+
+def test_exchange_rates_are_in_words(data):
+    assert data.sentences[0][:60] in printed(terminal_report(data), width=400)
+
+
+def test_report_json_is_plain_and_has_no_nan(data):
+    plain = json.loads(json.dumps(report_json(data), allow_nan=False))
+    assert (plain["schema"], plain["schema_version"], plain["status"]) == ("kveval.report", 1, None)
+    assert len(plain["cells"]) == len(data.comparisons)
+    assert plain["exchange"][0]["loss"]["value"] == data.exchange[0].loss.value
+
+
+def test_capacity_shows_gain_over_the_baseline(sessions):
+    text = printed(capacity_table(sessions, model="llama-8b"))
+    assert "Sessions of llama-8b at once on 80gb" in text
+    row = next(line for line in text.splitlines() if line.startswith("fp8_e4m3"))
+    assert row.split() == ["fp8_e4m3", "65,536", "238", "(2.00x)", "9", "(2.25x)"]
+    assert "59.6 GiB of each GPU are left for caches." in text
+
+
+def test_capacity_json(sessions):
+    last = capacity_json(sessions)[-1]
+    assert (last["scheme"], last["context_length"], last["sessions"]) == ("fp8_e4m3", 100_000, 9)
+    assert last["sessions_fractional"] == pytest.approx(9.765625)
+    assert last["bytes_per_token"] == 65_536
+
+
+def test_models_say_how_to_get_them():
+    row = {"name": "a", "hub_id": "org/a", "licence": "MIT", "download_bytes": 98_362_432, "present": False}
+    text = printed(models_table([row, {**row, "name": "b", "present": True}]))
+    assert "kveval models fetch a" in text
+    assert "98 MB" in text
+
+
+def test_findings_show_machine_models_and_formats():
+    scheme = {
+        "scheme": "k8v4",
+        "keys": "e4m3 per_token",
+        "values": "e2m1 per_group",
+        "bytes_per_token_and_head_of_128": 204,
+        "read_through": "packed",
+        "works": False,
+    }
+    text = printed(findings_table({"env": ENV, "models": {"a": True, "b": False}, "schemes": [scheme]}))
+    assert "packages.torch" in text
+    assert "2.13.0" in text
+    assert "NO" in text
+
+
+def test_runs():
+    assert "No runs here" in printed(runs_table([]))
+    text = printed(runs_table([{"name": "quickstart", "records": 12, "finished": True, "model": None}]))
+    assert text.split() == ["name", "records", "finished", "model", "quickstart", "12", "True", "–"]
+
+
+def test_run_summary():
+    plan = make_plan()
+    cell = {"task": "niah_multikey", "context_length": 2048, "scheme": "k8v4", "samples": 64}
+    text = printed(run_summary({**plan, "gate_digest": None, "cells": [cell, cell]}, ENV))
+    assert "none declared" in text
+    assert "2 with 128 samples" in text

@@ -1,0 +1,204 @@
+"""The sweep end to end on a tiny random model: records, resume, identity of runs, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kveval.config import SweepConfig
+from kveval.errors import LengthError, MeasurementError, StoreError
+from kveval.records import TIMING_FIELDS
+from kveval.run import run_sweep
+from kveval.store import read_records
+
+TASKS = [
+    {"name": "niah_multikey", "keys": 4, "queries": 2, "samples": 4},
+    {"name": "perplexity", "corpus": "python-docs", "scored_tokens": 32, "samples": 2},
+]
+
+
+def config(tiny_model: Path, **changes) -> SweepConfig:
+    fields = {
+        "name": "tiny",
+        "model": {"id": str(tiny_model), "device": "cpu"},
+        "schemes": ["fp8_e4m3", "nvfp4"],
+        "tasks": TASKS,
+        "context_lengths": [768, 1024],
+        "prefill_chunk": 512,
+        "decode_tokens": 1,
+        **changes,
+    }
+    return SweepConfig.model_validate(fields)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "whole"
+    summary = run_sweep(config(tiny_model), path)
+    assert (summary.measured, summary.errors) == (60, 0)
+    return path
+
+
+def timeless(path: Path) -> pd.DataFrame:
+    return read_records(path).drop(columns=list(TIMING_FIELDS))
+
+
+def same_records(a: Path, b: Path) -> None:
+    pd.testing.assert_frame_equal(timeless(a), timeless(b), check_exact=True)
+
+
+def test_every_cell_has_its_samples(finished):
+    records = read_records(finished)
+    assert (records["status"] == "ok").all()
+    counts = records.groupby(["task", "context_length", "scheme"]).size()
+    assert set(counts.index.get_level_values("scheme")) == {"bf16", "bf16 (A/A)", "fp8_e4m3", "nvfp4", "crush"}
+    assert counts["niah_multikey"].eq(4).all()
+    assert counts["perplexity"].eq(2).all()
+    assert (records["n_prompt_tokens"] + records["n_answer_tokens"] == records["context_length"]).all()
+
+
+def test_records_say_what_was_measured(finished):
+    records = read_records(finished)
+    assert (records["stored_bytes"] == records["billed_bytes"]).all()
+    assert (records["cache_tokens"] == records["context_length"] - 1).all()
+    assert (records["packed_reads"] > 0).all()
+    # Two layers, two KV heads of 32: 2 * 2 * 2 * 32 elements per token.
+    by_scheme = records[records["scheme"] == "fp8_e4m3"]
+    assert (by_scheme["stored_bytes"] == by_scheme["cache_tokens"] * 256).all()
+    wide = records[records["role"] == "baseline"]
+    assert (wide["stored_bytes"] == wide["cache_tokens"] * 512).all()
+    assert (wide["kl"] == 0).all()
+
+
+def test_lossy_schemes_differ_and_crush_differs_most(finished):
+    kl = read_records(finished).groupby("scheme")["kl"].mean()
+    assert 0 < kl["bf16 (A/A)"] < kl["fp8_e4m3"] < kl["nvfp4"] < kl["crush"]
+
+
+def test_each_schemes_answers_are_compared_with_the_baselines_own(finished):
+    records = read_records(finished)
+    scored = records["token_nll"].map(len)
+    assert (scored == records["n_answer_tokens"]).all()
+    sums = records["token_nll"].map(sum)
+    assert (sums - records["answer_nll_sum"]).abs().max() < 1e-9
+
+
+def test_a_second_run_measures_nothing(finished, tiny_model):
+    before = (finished / "records").glob("*")
+    stamps = {p: p.read_bytes() for p in before}
+    summary = run_sweep(config(tiny_model), finished)
+    assert summary.measured == 0
+    assert {p: p.read_bytes() for p in stamps} == stamps
+
+
+def test_deleting_any_journal_line_gives_the_same_records(finished, tiny_model, tmp_path):
+    lines = (finished / "journal.jsonl").read_text().splitlines(keepends=True)
+    chooser = random.Random(0)
+    for gone in chooser.sample(range(len(lines)), 4):
+        path = tmp_path / f"without-{gone}"
+        path.mkdir()
+        (path / "plan.json").write_bytes((finished / "plan.json").read_bytes())
+        (path / "journal.jsonl").write_text("".join(lines[:gone] + lines[gone + 1 :]))
+        assert run_sweep(config(tiny_model), path).measured == 1
+        same_records(path, finished)
+
+
+KILLED = textwrap.dedent(
+    """
+    import os, random, signal, sys, time
+    import torch
+    from kveval.config import SweepConfig
+    from kveval.run import run_sweep
+    import kveval.backends.hf
+    torch.set_num_threads(1)
+    config = SweepConfig.model_validate_json(sys.argv[1])
+    chooser = random.Random(7)
+    deaths = 0
+    while deaths < 10:
+        child = os.fork()
+        if child == 0:
+            run_sweep(config, sys.argv[2])
+            os._exit(0)
+        time.sleep(chooser.uniform(0.05, 1.2))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        deaths += os.WIFSIGNALED(status)
+        if not os.WIFSIGNALED(status):
+            break
+    print(deaths)
+    """
+)
+
+
+@pytest.mark.slow
+def test_killing_at_random_moments_gives_the_same_records(finished, tiny_model, tmp_path):
+    path = tmp_path / "killed"
+    sweep = config(tiny_model)
+    child = subprocess.run(
+        [sys.executable, "-c", KILLED, sweep.model_dump_json(), str(path)],
+        capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert int(child.stdout) >= 3, child.stderr
+    run_sweep(sweep, path)
+    same_records(path, finished)
+
+
+def test_another_sweep_in_the_same_folder_is_refused(finished, tiny_model):
+    with pytest.raises(StoreError, match="seed"):
+        run_sweep(config(tiny_model, seed=1), finished)
+
+
+def test_lengths_are_checked_before_anything_runs(tiny_model, tmp_path):
+    with pytest.raises(LengthError, match="at least"):
+        run_sweep(config(tiny_model, context_lengths=[64]), tmp_path / "a")
+    with pytest.raises(LengthError, match="takes at most 4096"):
+        run_sweep(config(tiny_model, context_lengths=[8192]), tmp_path / "b")
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_failing_sample_is_a_row_and_is_tried_again(tiny_model, tmp_path, monkeypatch):
+    from kveval.backends.hf import HFBackend
+
+    sweep = config(tiny_model, tasks=TASKS[:1], context_lengths=[768])
+    whole = HFBackend.score
+
+    def broken(self, cluster, arm, baseline, **options):
+        for i, output in enumerate(whole(self, cluster, arm, baseline, **options)):
+            if arm.label == "nvfp4" and i == 1:
+                raise MeasurementError("the cache went missing.")
+            yield output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFBackend, "score", broken)
+        summary = run_sweep(sweep, tmp_path / "run")
+    assert summary.errors == 2
+    failed = read_records(tmp_path / "run").query("status == 'error'")
+    assert failed["scheme"].tolist() == ["nvfp4", "nvfp4"]
+    assert failed["error"].str.contains("the cache went missing").all()
+    assert failed["answer_nll"].isna().all()
+    again = run_sweep(sweep, tmp_path / "run")
+    assert (again.measured, again.errors) == (2, 0)
+
+
+def test_self_test_is_recorded(finished):
+    found = json.loads((finished / "self_test.json").read_text())
+    assert found["plain"] == found["packed"]
+    assert 0 < found["max_logit_difference"] < found["tolerance"]
+
+
+def test_fresh_chunk_reads_are_another_measurement(tiny_model, tmp_path, finished):
+    sweep = config(tiny_model, reads="fresh_chunk", tasks=TASKS[1:], context_lengths=[768], schemes=["nvfp4"])
+    run_sweep(sweep, tmp_path / "fresh")
+    fresh = read_records(tmp_path / "fresh").query("scheme == 'nvfp4'")
+    stored = read_records(finished).query("scheme == 'nvfp4' and task == 'perplexity' and context_length == 768")
+    assert set(fresh["cell_id"]).isdisjoint(stored["cell_id"])
+    assert fresh["kl"].mean() < stored["kl"].mean()
