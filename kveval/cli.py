@@ -82,8 +82,12 @@ def run(
 
     sweep = _load(config, overrides, name)
     folder = out or Path("runs") / sweep.name
-    with progress_bar() as progress:
-        summary = run_sweep(sweep, folder, progress=progress)
+    try:
+        with progress_bar() as progress:
+            summary = run_sweep(sweep, folder, progress=progress)
+    except KeyboardInterrupt:
+        _say("kveval: interrupted. What was measured is kept; run the same command again to resume.")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     _say(f"{summary.measured} records measured, {summary.errors} with errors, in {folder}.")
     _finish(folder, as_json=as_json)
 
@@ -329,9 +333,6 @@ def main() -> NoReturn:
     except KvevalError as error:
         _say(f"kveval: {error}")
         sys.exit(ExitCode.USAGE)
-    except KeyboardInterrupt:
-        _say("kveval: interrupted. What was measured is kept; run the same command again to resume.")
-        sys.exit(ExitCode.INTERRUPTED)
     sys.exit(ExitCode.PASS)
 
 

@@ -33,7 +33,6 @@ __all__ = [
     "Corpus",
     "CorpusName",
     "load_corpus",
-    "paragraph_starts",
     "rotation_blocks",
     "split_sentences",
 ]
@@ -62,7 +61,7 @@ class Corpus:
 
     Attributes:
         name: The name without folders: a corpus is the same wherever its files lie.
-        documents: The texts, in a fixed order; none is blank.
+        documents: The texts, in a fixed order; at least one, and none blank.
         joiner: What stands between two units of a haystack: a space, or a newline for code.
         interpreter: Python's version where the text comes with it, else empty.
     """
@@ -90,19 +89,31 @@ class Corpus:
 
     @cached_property
     def sentences(self) -> tuple[str, ...]:
-        """The units of a haystack: sentences of prose, lines of code. Stripped, none empty.
-
-        Raises:
-            TaskError: the corpus holds no text.
-        """
+        """The units of a haystack: sentences of prose, lines of code. None is empty."""
         if self.joiner == "\n":
             lines = (line.rstrip() for text in self.documents for line in text.splitlines())
-            units = tuple(piece for line in lines if line for piece in _cut_giant(line))
-        else:
-            units = tuple(unit for text in self.documents for unit in split_sentences(text))
-        if not units:
-            raise TaskError(f"the text source {self.name!r} is empty.", remedy="Name a source with text.")
-        return units
+            return tuple(piece for line in lines if line for piece in _cut_giant(line))
+        return tuple(unit for text in self.documents for unit in split_sentences(text))
+
+    @cached_property
+    def text(self) -> str:
+        """All documents as one running text, blank lines between them."""
+        return "\n\n".join(self.documents)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Character offsets in `text` where reading may begin, ascending.
+
+        Paragraphs, else lines, else words: the coarsest that offers at least 64 places, else the one
+        that offers most.
+        """
+        finest: tuple[int, ...] = ()
+        for before in (r"\A\s*|\n\s*\n", r"\A\s*|\n", r"\A\s*|\s+"):
+            places = tuple(m.end() for m in re.finditer(rf"(?:{before})(?=\S)", self.text))
+            if len(places) >= 64:
+                return places
+            finest = max(finest, places, key=len)
+        return finest
 
 
 def load_corpus(spec: str) -> Corpus:
@@ -220,6 +231,10 @@ def _dataset(spec: str) -> Corpus:
             remedy=f"Write datasets:{name}:{config or ''}:{split}:<column>; columns: {', '.join(rows.column_names)}.",
         )
     documents = tuple(_plain_newlines(str(text)) for text in rows[column] if str(text).strip())
+    if not documents:
+        raise TaskError(
+            f"column {column!r} of the dataset {name!r} holds no text.", remedy="Name another column or split."
+        )
     return Corpus(spec, documents)
 
 
@@ -253,7 +268,7 @@ _ABBREVIATION = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cuts prose into sentences, whitespace inside them made single spaces.
+    """Cuts prose into sentences, with single spaces inside them; none is empty.
 
     Blank lines always end one. A full stop after an abbreviation or an initial does not. What is longer
     than `MAX_UNIT_CHARS` characters is cut at whitespace, or, where there is none, anywhere. No
@@ -276,27 +291,13 @@ def split_sentences(text: str) -> list[str]:
 def _cut_giant(unit: str) -> Iterator[str]:
     while len(unit) > MAX_UNIT_CHARS:
         space = unit.rfind(" ", 1, MAX_UNIT_CHARS)
-        # Leading blanks are a code line's indent: a cut inside them would leave an empty piece.
-        cut = space if space > 0 and unit[:space].strip() else MAX_UNIT_CHARS
-        yield unit[:cut].rstrip()
+        cut = space if space > 0 else MAX_UNIT_CHARS
+        piece = unit[:cut].rstrip()
+        if piece:  # a code line's indent alone is no unit
+            yield piece
         unit = unit[cut:].strip()
     if unit:
         yield unit
-
-
-# --- long running text, for perplexity ---------------------------------------------------------------
-
-
-def paragraph_starts(text: str) -> list[int]:
-    """Character offsets where reading may begin: paragraphs, else lines, else words, ascending.
-
-    The coarsest of the three that offers at least 64 places is taken, else the one with the most.
-    """
-    choices = [
-        [m.end() for m in re.finditer(pattern, text) if m.end() < len(text)]
-        for pattern in (r"\A|\n\s*\n(?=\S)", r"\A|\n+(?=\S)", r"\A|\s+(?=\S)")
-    ]
-    return next((starts for starts in choices if len(starts) >= 64), max(choices, key=len))
 
 
 def rotation_blocks(text: str, start: int, *, block_chars: int = 4096) -> Iterator[str]:

@@ -292,7 +292,10 @@ def magic_haystack(rng: random.Random, depths: Sequence[float], *, asked: int = 
 
 
 def word_pairs(rng: random.Random, count: int) -> list[str]:
-    """`count` different adjective-noun keys ("amber-falcon"); no word twice while words last."""
+    """`count` different adjective-noun keys ("amber-falcon"); no word twice while words last.
+
+    There are some five thousand pairs; `count` has to stay well below.
+    """
     pairs: list[str] = []
     while len(pairs) < count:
         adjectives, nouns = (rng.sample(words, len(words)) for words in (ADJECTIVES, NOUNS))

@@ -28,11 +28,25 @@ ChatMode = Literal["auto", "none"]
 
 _PLACEHOLDER = "kveval-user-text-5f1d"
 _PINNED_DATE = datetime(2024, 7, 1)
+_DATE_PARTS = {
+    **{f"%{letter}": _PINNED_DATE.strftime(f"%{letter}") for letter in "aAbBdmyYjHIMSp"},
+    "%-d": str(_PINNED_DATE.day),
+    "%-m": str(_PINNED_DATE.month),
+}
 _ANCHOR = "\n"
 
 
-def _pinned_strftime(pattern: str) -> str:
-    return _PINNED_DATE.strftime(pattern)
+def _clock_stopped(chat_template: str) -> str:
+    """The chat template with today's date replaced by a fixed one.
+
+    transformers gives templates a function `strftime_now`; a macro of that name goes before it. (A
+    function passed as a variable won't do: transformers turns it into text.)
+    """
+    if "strftime_now" not in chat_template:
+        return chat_template
+    replaced = "".join(f" | replace('{part}', '{value}')" for part, value in _DATE_PARTS.items())
+    macro = "{%- macro strftime_now(pattern) -%}{{ pattern" + replaced + " }}{%- endmacro %}"
+    return macro + "{{ '' }}" + chat_template  # the empty output keeps a first newline from being trimmed
 
 
 @dataclass(frozen=True)
@@ -186,9 +200,9 @@ def _split_chat_template(tokenizer: Any) -> tuple[str, str]:
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _PLACEHOLDER}],
         tokenize=False,
+        chat_template=_clock_stopped(tokenizer.get_chat_template()),
         add_generation_prompt=True,
-        date_string=_pinned_strftime("%d %b %Y"),
-        strftime_now=_pinned_strftime,
+        date_string=_PINNED_DATE.strftime("%d %b %Y"),
         enable_thinking=False,
     )
     pieces = text.split(_PLACEHOLDER)

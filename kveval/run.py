@@ -64,9 +64,7 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
     """
     tasks = [load_task(t.name, t.params, label=t.label) for t in config.tasks]
     info = describe(config.model, device=config.model.device)
-    task_plans = [
-        TaskPlan(t.label, t.version, t.identity(), passage=bool(getattr(t.module, "PASSAGE", False))) for t in tasks
-    ]
+    task_plans = [TaskPlan(t.label, t.version, t.identity(), t.passage) for t in tasks]
     return build_plan(config, info, task_plans, device=compute_device(config.model.device)), tasks
 
 
@@ -110,23 +108,34 @@ def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None
         progress.advance(progress.total - sum(c.tokens for c in todo) * len(plan.arms), "resuming")
         if todo:
             backend = _load_backend(config, store)
+            timed = _first_of_each_length(clusters)
             for cluster in todo:
-                _run_cluster(cluster, plan.arms, backend, store, config.decode_tokens, progress)
+                decode_tokens = config.decode_tokens if cluster in timed else 0
+                _run_cluster(cluster, plan.arms, backend, store, decode_tokens, progress)
         store.finish(order)
         errors = sum(record.status == "error" for record in store.done.values())
         return RunSummary(Path(out), len(order) - already, errors)
 
 
 def _clusters(plan: Plan, samples: Mapping[tuple[str, int], list[Sample]]) -> Iterator[_Cluster]:
-    """Group samples that share a haystack or document; a task whose documents nest is grouped across lengths."""
+    """Group samples that share a haystack or document. Passages nest, so theirs are grouped across lengths."""
     for entry in plan.config.tasks:
-        lengths = plan.config.lengths_of(entry)
-        pool = [(s, plan.cells_of(entry.label, n)) for n in lengths for s in samples[entry.label, n]]
-        by_cluster: dict[str, list[tuple[Sample, dict[str, Cell]]]] = {}
-        for sample, cells in pool:
-            by_cluster.setdefault(sample.cluster, []).append((sample, cells))
+        by_cluster: dict[tuple[str, int | None], list[tuple[Sample, dict[str, Cell]]]] = {}
+        for length in plan.config.lengths_of(entry):
+            cells = plan.cells_of(entry.label, length)
+            together = None if cells[plan.config.baseline].passage else length
+            for sample in samples[entry.label, length]:
+                by_cluster.setdefault((sample.cluster, together), []).append((sample, cells))
         for members in by_cluster.values():
             yield _Cluster(tuple(s for s, _ in members), tuple(c for _, c in members))
+
+
+def _first_of_each_length(clusters: Iterable[_Cluster]) -> list[_Cluster]:
+    """One cluster per context length, on which decoding is timed: its time depends on the length, not on the task."""
+    first: dict[int, _Cluster] = {}
+    for cluster in clusters:
+        first.setdefault(max(s.context_length for s in cluster.samples), cluster)
+    return list(first.values())
 
 
 def _load_backend(config: SweepConfig, store: RunStore) -> Backend:

@@ -57,6 +57,16 @@ def log_probabilities(logits_NV: Tensor) -> Tensor:
     return logits_NV.log_softmax(-1)
 
 
+def _kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
+    """KL(p || q) per position from float64 log-probabilities.
+
+    They were rounded to float32, so each row sums to 1 within 1e-7 only. `q - p`, which adds up to 0 for true
+    probabilities, takes that out: small divergences stay right and positive.
+    """
+    p, q = p_NV.exp(), q_NV.exp()
+    return (p * (p_NV - q_NV) + q - p).sum(-1)
+
+
 def score_answer(log_probs_NV: Tensor, answer_ids: Tensor, baseline_NV: Tensor | None) -> AnswerScore:
     """Score an answer that was fed to the model token by token, whatever the model would have written.
 
@@ -68,7 +78,7 @@ def score_answer(log_probs_NV: Tensor, answer_ids: Tensor, baseline_NV: Tensor |
     right = log_probs_NV.argmax(-1)
     kl = flips = None
     if baseline_NV is not None:
-        kl = float((baseline_NV.exp() * (baseline_NV - log_probs_NV)).sum(-1).mean())
+        kl = float(_kl(baseline_NV.double(), log_probs_NV.double()).mean())
         flips = float((right != baseline_NV.argmax(-1)).float().mean())
     matches = right == answer_ids
     return AnswerScore(

@@ -70,8 +70,11 @@ def _greedy_plain(backend: HFBackend, ids: list[int]) -> tuple[list[int], torch.
     ours = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
+        input_ids = torch.tensor([ids], device=backend.loaded.device)
         out = model.generate(
-            torch.tensor([ids], device=backend.loaded.device),
+            input_ids,
+            # Given, or transformers would mask every token whose id is that of padding.
+            attention_mask=torch.ones_like(input_ids),
             generation_config=_greedy_config(model),
             **{backend.cache_argument: DynamicCache(config=model.config)},
         )

@@ -6,6 +6,10 @@ A task is one Python file with three names:
     class Params(TaskParams): ...                   what a config may set
     def samples(params, ctx) -> list[Sample]: ...   deterministic in (params, ctx)
 
+and, if its answers are running text from documents that are the same at every context length,
+
+    PASSAGE = True                                  one prefill serves all lengths; no exact match
+
 The bundled ones lie in `tasks/`; a path to a `.py` file loads a user's own through the same function.
 """
 
@@ -108,6 +112,11 @@ class Task:
     params: TaskParams
     module: ModuleType = field(repr=False, compare=False)
     source_digest: str | None = None
+
+    @property
+    def passage(self) -> bool:
+        """Whether answers are running text from documents that are the same at every context length."""
+        return bool(getattr(self.module, "PASSAGE", False))
 
     def samples(self, ctx: TaskContext) -> list[Sample]:
         """The task's samples, checked against the protocol.

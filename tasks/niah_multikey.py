@@ -14,7 +14,7 @@ VERSION = 1
 class Params(TaskParams):
     """`keys`: needles per haystack. `queries`: how many of them are asked for, one prefill for all."""
 
-    keys: int = Field(4, ge=1)
+    keys: int = Field(4, ge=1, le=1000)
     queries: int = Field(1, ge=1)
     filler: CorpusName = "noise"
     digits: int = Field(7, ge=4, le=18)

@@ -18,8 +18,8 @@ class Params(TaskParams):
     `digits`: digits of a passkey.
     """
 
-    hops: int = Field(2, ge=1)
-    queries: int = Field(1, ge=1)
+    hops: int = Field(2, ge=1, le=64)
+    queries: int = Field(1, ge=1, le=100)
     filler: CorpusName = "noise"
     digits: int = Field(5, ge=4, le=18)
 

@@ -4,7 +4,7 @@ from bisect import bisect_left
 
 from pydantic import Field
 
-from kveval.corpora import Corpus, CorpusName, load_corpus, paragraph_starts, rotation_blocks
+from kveval.corpora import Corpus, CorpusName, load_corpus, rotation_blocks
 from kveval.errors import LengthError, TaskError
 from kveval.tasks import Sample, TaskContext, TaskParams, make_sample, seeded_random
 
@@ -35,27 +35,26 @@ def samples(params: Params, ctx: TaskContext) -> list[Sample]:
             remedy="Ask for longer contexts or fewer `scored_tokens`.",
         )
     corpus = load_corpus(params.corpus)
-    text = "\n\n".join(corpus.documents)
     made = []
-    for index, start in enumerate(_places(ctx, corpus, text)):
-        ids = bos + _tokens(ctx, corpus, text, start, ctx.context_length - len(bos))
+    for index, start in enumerate(_places(ctx, corpus)):
+        ids = bos + _tokens(ctx, corpus, start, ctx.context_length - len(bos))
         prompt, answer = ids[: -params.scored_tokens], ids[-params.scored_tokens :]
         where = {"corpus": corpus.name, "start_char": start}
         made.append(make_sample(ctx, index, prompt, answer, cluster=f"{NAME}-{start}", metadata=where))
     return made
 
 
-def _places(ctx: TaskContext, corpus: Corpus, text: str) -> list[int]:
+def _places(ctx: TaskContext, corpus: Corpus) -> list[int]:
     """Where the passages start: the base-2 van der Corput sequence, moved by the seed, on paragraphs."""
-    allowed = paragraph_starts(text)
     shift = seeded_random(ctx, NAME, 0).random()
     places: list[int] = []
     for index in range(ctx.samples):
         bits = f"{index:b}"
         spread = int(bits[::-1], 2) / 2 ** len(bits)
-        target = (shift + spread) % 1.0 * len(text)
-        place = allowed[bisect_left(allowed, target) % len(allowed)] if allowed else 0
-        if place in places or not allowed:
+        target = (shift + spread) % 1.0 * len(corpus.text)
+        # Behind the last start, reading begins at the first: the text is a ring.
+        place = corpus.starts[bisect_left(corpus.starts, target) % len(corpus.starts)]
+        if place in places:
             raise TaskError(
                 f"the text source {corpus.name!r} is too short for {ctx.samples} different passages.",
                 remedy="Name a longer source, or ask for fewer samples.",
@@ -64,9 +63,9 @@ def _places(ctx: TaskContext, corpus: Corpus, text: str) -> list[int]:
     return places
 
 
-def _tokens(ctx: TaskContext, corpus: Corpus, text: str, start: int, count: int) -> tuple[int, ...]:
+def _tokens(ctx: TaskContext, corpus: Corpus, start: int, count: int) -> tuple[int, ...]:
     ids: list[int] = []
-    for block in rotation_blocks(text, start):
+    for block in rotation_blocks(corpus.text, start):
         ids.extend(ctx.prompt.encode(block))
         if len(ids) >= count:
             return tuple(ids[:count])

@@ -15,8 +15,8 @@ VERSION = 1
 class Params(TaskParams):
     """`hops`: assignments after the first. `chains`: chains in the text, one of them asked for."""
 
-    hops: int = Field(4, ge=1)
-    chains: int = Field(1, ge=1)
+    hops: int = Field(4, ge=1, le=64)
+    chains: int = Field(1, ge=1, le=100)
     filler: CorpusName = "noise"
 
 

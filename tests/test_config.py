@@ -52,7 +52,8 @@ def test_lengths(tmp_path, text, tokens):
 def test_inline_scheme_takes_sides_of_presets(tmp_path):
     text = MINIMAL.replace(
         "[nvfp4]",
-        "[{name: mine, key: nvfp4, value: {element: int8, granularity: per_token, scale_rule: amax, scale_dtype: fp32}}]",
+        "[{name: mine, key: nvfp4,"
+        " value: {element: int8, granularity: per_token, scale_rule: amax, scale_dtype: fp32}}]",
     )
     scheme = load_config(write(tmp_path, text)).schemes[0]
     assert scheme.name == "mine"

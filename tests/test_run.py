@@ -15,8 +15,9 @@ import pytest
 
 from kveval.config import SweepConfig
 from kveval.errors import LengthError, MeasurementError, StoreError
+from kveval.models import load_tokenizer
 from kveval.records import TIMING_FIELDS
-from kveval.run import run_sweep
+from kveval.run import _clusters, make_samples, plan_sweep, run_sweep
 from kveval.store import read_records
 
 TASKS = [
@@ -91,6 +92,16 @@ def test_each_schemes_answers_are_compared_with_the_baselines_own(finished):
     assert (sums - records["answer_nll_sum"]).abs().max() < 1e-9
 
 
+def test_only_passages_are_prefilled_across_lengths(tiny_model):
+    plan, tasks = plan_sweep(config(tiny_model))
+    clusters = list(_clusters(plan, make_samples(plan, tasks, load_tokenizer(plan.config.model))))
+    lengths = [(c.cells[0]["bf16"].task, {s.context_length for s in c.samples}) for c in clusters]
+    assert lengths.count(("niah_multikey", {768})) == 2
+    assert lengths.count(("niah_multikey", {1024})) == 2
+    assert lengths.count(("perplexity", {768, 1024})) == 2
+    assert len(lengths) == 6
+
+
 def test_a_second_run_measures_nothing(finished, tiny_model):
     before = (finished / "records").glob("*")
     stamps = {p: p.read_bytes() for p in before}
@@ -116,7 +127,8 @@ KILLED = textwrap.dedent(
     import os, random, signal, sys, time
     import torch
     from kveval.config import SweepConfig
-    from kveval.run import run_sweep
+    from kveval.models import load_tokenizer
+from kveval.run import _clusters, make_samples, plan_sweep, run_sweep
     import kveval.backends.hf
     torch.set_num_threads(1)
     config = SweepConfig.model_validate_json(sys.argv[1])

@@ -58,6 +58,7 @@ class HFBackend:
                     outputs[i] = self._branch(sample, cache, arm, baseline.get(sample.id), share)
         if decode_tokens:
             last = len(cluster) - 1
+            cache.crop_to(plan.branches[last])
             seconds = self._time_decode(cluster[last], cache, decode_tokens)
             outputs[last] = _with_decode_time(outputs[last], seconds)
         for i in range(len(cluster)):
@@ -100,19 +101,26 @@ class HFBackend:
         if len(rest) > SCORING_TAIL:
             prefill_s += self._prefill(rest[:-1], cache, arm.prefill_chunk)
             rest = rest[-1:]
+        fed = [*rest, *sample.answer_ids[:-1]]
         start, read_before = self._now(), cache.tokens_read()
-        logits = self.forward([*rest, *sample.answer_ids[:-1]], cache, keep=len(sample.answer_ids))
+        logits = self.forward(fed, cache, keep=len(sample.answer_ids))
         log_probs = log_probabilities(logits)
         score = score_answer(log_probs, torch.tensor(sample.answer_ids, device=log_probs.device), baseline)
         score_s = self._now() - start
-        effective = self._effective(cache, read_before)
+        effective = self._effective(cache, read_before, fed=len(fed))
         cache.crop_to(stem)
         return Output(sample.id, score, effective, prefill_s, score_s, None, log_probs)
 
-    def _effective(self, cache: QuantizedCache, read_before: int) -> Effective:
+    def _effective(self, cache: QuantizedCache, read_before: int, *, fed: int) -> Effective:
+        """What the scoring forward over the last `fed` tokens did; refused unless it read every layer's bytes."""
         tokens, reads = cache.get_seq_length(), cache.tokens_read() - read_before
-        if reads == 0:
-            raise MeasurementError("the scoring forward never read the packed cache; its result would be void.")
+        attended = tokens if cache.reads == "stored" else tokens - fed
+        due = 2 * len(cache.layers) * attended
+        if due == 0 or reads < due:
+            raise MeasurementError(
+                f"the scoring forward read {reads} of the {due} packed keys and values that it attends to; "
+                "its result would be void."
+            )
         stored, billed = cache.stored_bytes(), cache.billed_bytes(tokens)
         if stored.stored != billed:
             raise MeasurementError(f"the live cache holds {stored.stored} bytes, but {billed} are billed.")

@@ -1,0 +1,313 @@
+"""The transformers backend: what it feeds, in which order, and what it refuses to call a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import BUILDERS, loaded, logits_of, tiny_gemma3, tiny_llama, tokens
+from torch import Tensor
+
+from kveval.backends import hf
+from kveval.backends.base import Output
+from kveval.backends.hf import SCORING_TAIL, HFBackend
+from kveval.cache import PackedLayer, QuantizedCache
+from kveval.config import ModelConfig
+from kveval.errors import MeasurementError, UnsupportedError
+from kveval.formats.spec import get_scheme, scheme_names
+from kveval.models import load
+from kveval.plan import Arm
+from kveval.tasks import Sample
+
+INVARIANT = [name for name in scheme_names() if get_scheme(name).append_invariant]
+HAY = tuple(tokens(24, seed=1)[0].tolist())
+
+
+@pytest.fixture(scope="module")
+def backend() -> HFBackend:
+    return HFBackend(loaded(tiny_llama()))
+
+
+def arm(name: str = "bf16", *, chunk: int = 10, reads: str = "stored") -> Arm:
+    return Arm(name, "baseline" if name == "bf16" else "scheme", get_scheme(name), chunk, reads)
+
+
+def sample(prompt: Sequence[int], answer: Sequence[int], *, id: str = "s") -> Sample:
+    return Sample(id, 0, tuple(prompt), tuple(answer), len(prompt) + len(answer), None, "cluster")
+
+
+def haystack() -> list[Sample]:
+    """Three questions of different lengths on one haystack."""
+    return [
+        sample([*HAY, 5, 6, 7], [8, 9], id="a"),
+        sample([*HAY, 50], [51, 52, 53], id="b"),
+        sample([*HAY, 60, 61], [62], id="c"),
+    ]
+
+
+def document() -> list[Sample]:
+    """One document at three lengths, not in ascending order."""
+    text = tokens(60, seed=2)[0].tolist()
+    return [sample(text[:n], text[n : n + 4], id=str(n)) for n in (31, 12, 50)]
+
+
+def score(backend: HFBackend, cluster: Sequence[Sample], arm: Arm, **kwargs: Any) -> list[Output]:
+    return list(backend.score(cluster, arm, kwargs.pop("baseline", {}), **kwargs))
+
+
+class Recorder:
+    """Notes (tokens cached before, tokens fed) of every forward."""
+
+    def __init__(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[int, list[int]]] = []
+        self.caches: list[QuantizedCache] = []
+        forward = backend.forward
+
+        def recorded(ids: Sequence[int], cache: QuantizedCache, *, keep: int) -> Tensor:
+            self.calls.append((cache.get_seq_length(), list(ids)))
+            if cache not in self.caches:
+                self.caches.append(cache)
+            return forward(ids, cache, keep=keep)
+
+        monkeypatch.setattr(backend, "forward", recorded)
+
+
+@pytest.fixture
+def recorder(backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    return Recorder(backend, monkeypatch)
+
+
+class TestScores:
+    @pytest.mark.parametrize("family", BUILDERS)
+    @pytest.mark.parametrize("cluster", [haystack(), document()], ids=["haystack", "document"])
+    def test_token_nll_equals_one_plain_forward(self, family: str, cluster: list[Sample]) -> None:
+        backend, plain = HFBackend(loaded(BUILDERS[family]())), BUILDERS[family]()
+        for got, s in zip(score(backend, cluster, arm()), cluster, strict=True):
+            ids = torch.tensor([[*s.prompt_ids, *s.answer_ids]])
+            log_probs = plain(input_ids=ids).logits[0].log_softmax(-1)
+            start = len(s.prompt_ids)
+            right = [-float(log_probs[start - 1 + i, t]) for i, t in enumerate(s.answer_ids)]
+            assert got.sample_id == s.id
+            # The plain forward keeps keys and values in float32, ours in bfloat16.
+            assert got.score.token_nll == pytest.approx(right, abs=0.1)
+            assert got.score.answer_nll == pytest.approx(sum(right) / len(right), abs=0.05)
+
+    @pytest.mark.parametrize("name", INVARIANT)
+    def test_exact_match_is_what_greedy_decoding_would_write(self, backend: HFBackend, name: str) -> None:
+        prompt = [*HAY, 5, 6]
+        cache = backend.new_cache(arm(name))
+        logits = logits_of(backend.loaded.model, torch.tensor([prompt]), cache)[0, -1]
+        written = []
+        for _ in range(6):
+            written.append(int(logits.argmax()))
+            logits = logits_of(backend.loaded.model, torch.tensor([[written[-1]]]), cache)[0, -1]
+        for wrong in (None, 0, 3, 5):
+            answer = list(written)
+            if wrong is not None:
+                answer[wrong] = (answer[wrong] + 1) % 97
+            (got,) = score(backend, [sample(prompt, answer)], arm(name))
+            assert got.score.exact_match == (wrong is None)
+            assert got.score.first_token_match == (wrong != 0)
+
+    @pytest.mark.parametrize("name", scheme_names())
+    @pytest.mark.parametrize("cluster", [haystack(), document()], ids=["haystack", "document"])
+    def test_every_branch_is_cropped_off_without_a_trace(
+        self, backend: HFBackend, name: str, cluster: list[Sample]
+    ) -> None:
+        """The same samples in any order, and each of them twice, get the same floats to the last bit."""
+        plain = {o.sample_id: o for o in score(backend, cluster, arm(name))}
+        assert list(plain) == [s.id for s in cluster]
+        backwards = score(backend, cluster[::-1], arm(name))
+        assert [o.sample_id for o in backwards] == [s.id for s in cluster[::-1]]
+        again = score(backend, cluster, arm(name))
+        for other in (*backwards, *again):
+            assert other.score == plain[other.sample_id].score
+            assert torch.equal(other.log_probs, plain[other.sample_id].log_probs)
+
+    @pytest.mark.parametrize("name", INVARIANT)
+    def test_sharing_a_prefill_changes_nothing(self, backend: HFBackend, name: str) -> None:
+        shared = score(backend, haystack(), arm(name))
+        for got, s in zip(shared, haystack(), strict=True):
+            (alone,) = score(backend, [s], arm(name))
+            assert got.score.token_nll == pytest.approx(alone.score.token_nll, abs=1e-3)
+
+    def test_kl_and_flips_against_the_baseline(self, backend: HFBackend) -> None:
+        base = {o.sample_id: o.log_probs for o in score(backend, haystack(), arm())}
+        figures = {}
+        for label, run in {
+            "itself": arm(),
+            "rechunked": arm(chunk=3),
+            "int8": arm("int8_per_token_head"),
+            "crush": arm("crush"),
+        }.items():
+            outputs = score(backend, haystack(), run, baseline=base)
+            figures[label] = sum(o.score.kl or 0.0 for o in outputs)
+        assert figures["itself"] == 0.0
+        assert abs(figures["rechunked"]) < 1e-4
+        assert 1e-6 < figures["int8"] < figures["crush"] / 10
+        (lone,) = score(backend, haystack()[:1], arm())
+        assert (lone.score.kl, lone.score.top1_flips) == (None, None)
+
+    def test_bfloat16_models_score_in_float32(self) -> None:
+        backend = HFBackend(loaded(tiny_llama(torch.bfloat16)))
+        for output in score(backend, haystack(), arm("nvfp4")):
+            assert output.log_probs.dtype == torch.float32
+            assert output.effective.compute_dtype == "bfloat16"
+
+    def test_a_model_from_disk(self, tiny_model: Path) -> None:
+        backend = HFBackend(load(ModelConfig(id=str(tiny_model)), device="cpu"))
+        outputs = score(backend, haystack(), arm("k8v4"))
+        assert [o.sample_id for o in outputs] == ["a", "b", "c"]
+        assert all(o.effective.compute_dtype == "float32" for o in outputs)
+
+
+class TestWhatIsFed:
+    def test_a_haystack_is_prefilled_once_in_chunks(self, backend: HFBackend, recorder: Recorder) -> None:
+        score(backend, haystack(), arm(chunk=10))
+        assert recorder.calls == [
+            (0, list(HAY[:10])),
+            (10, list(HAY[10:20])),
+            (20, list(HAY[20:])),
+            (24, [5, 6, 7, 8]),
+            (24, [50, 51, 52]),
+            (24, [60, 61]),
+        ]
+        assert len(recorder.caches) == 1
+        assert recorder.caches[0].get_seq_length() == 24
+
+    def test_a_document_is_prefilled_from_stop_to_stop(self, backend: HFBackend, recorder: Recorder) -> None:
+        text, cluster = tokens(60, seed=2)[0].tolist(), document()
+        score(backend, cluster, arm(chunk=100))
+        assert recorder.calls == [
+            (0, text[:11]),
+            (11, text[11:15]),
+            (11, text[11:30]),
+            (30, text[30:34]),
+            (30, text[30:31]),
+            (31, text[31:53]),
+        ]
+
+    def test_a_long_rest_is_prefilled_too(self, backend: HFBackend, recorder: Recorder) -> None:
+        long = tokens(SCORING_TAIL + 30, seed=3)[0].tolist()
+        score(backend, [sample([1, *long], [2, 3], id="a"), sample([1, 4], [5], id="b")], arm(chunk=200))
+        assert [(before, len(ids)) for before, ids in recorder.calls] == [(0, 1), (1, 200), (201, 85), (286, 2), (1, 1)]
+
+    def test_lone_and_tiny_prompts(self, backend: HFBackend, recorder: Recorder) -> None:
+        score(backend, [sample([7], [8, 9])], arm())
+        score(backend, [sample([7, 6, 5], [8])], arm())
+        assert recorder.calls == [(0, [7, 8]), (0, [7, 6]), (2, [5])]
+
+    def test_decoding_is_timed_after_the_last_sample_with_its_own_prompt(
+        self, backend: HFBackend, recorder: Recorder
+    ) -> None:
+        twins = [sample([*HAY, 1, 2, 3, last], [4], id=str(last)) for last in (5, 6)]
+        for cluster in (haystack(), document(), document()[::-1], [*twins, haystack()[1]]):
+            recorder.calls.clear()
+            outputs = score(backend, cluster, arm("nvfp4"), decode_tokens=3)
+            assert [o.decode_s_per_token is not None for o in outputs] == [False] * (len(cluster) - 1) + [True]
+            last = cluster[-1]
+            timed = recorder.calls[-4:]
+            length = len(last.prompt_ids)
+            assert [before for before, _ in timed] == [length, length + 1, length + 2, length + 3]
+            assert all(ids == [last.answer_ids[0]] for _, ids in timed)
+            assert held_before(recorder.calls, -4) == list(last.prompt_ids)
+        assert all(o.decode_s_per_token is None for o in score(backend, haystack(), arm()))
+
+
+def held_before(calls: list[tuple[int, list[int]]], index: int) -> list[int]:
+    """The tokens in the cache before call `index`, replayed from all calls (a crop shows as a lower start)."""
+    held: list[int] = []
+    for before, ids in calls[:index]:
+        held = [*held[:before], *ids]
+    return held[: calls[index][0]]
+
+
+class TestEffective:
+    @pytest.mark.parametrize("name", scheme_names())
+    def test_bytes_reads_and_path(self, backend: HFBackend, name: str) -> None:
+        for output, s in zip(score(backend, haystack(), arm(name)), haystack(), strict=True):
+            ran, fed = output.effective, s.context_length - 1
+            assert ran.cache_tokens == fed
+            # Two layers, keys and values, every token once in the scoring forward.
+            assert ran.packed_reads == 2 * 2 * fed
+            scheme = get_scheme(name)
+            per_token = scheme.layer_bytes_per_token(head_dim_k=16, head_dim_v=16, kv_heads=2)
+            assert ran.billed == ran.stored.stored == 2 * (fed * per_token + scheme.layer_constant_bytes())
+            assert ran.attention_path == "dequantize + torch sdpa"
+            assert ran.compute_dtype == "float32"
+            assert output.prefill_s > 0
+            assert output.score_s > 0
+
+    def test_fresh_chunks_read_what_was_stored_before(self, backend: HFBackend) -> None:
+        stored = score(backend, haystack(), arm("crush"))
+        fresh = score(backend, haystack(), arm("crush", reads="fresh_chunk"))
+        for a, b in zip(stored, fresh, strict=True):
+            assert b.effective.packed_reads == 2 * 2 * len(HAY)
+            assert a.score != b.score
+
+    def test_sliding_layers_are_reported_wide(self) -> None:
+        backend = HFBackend(loaded(tiny_gemma3()))
+        for output, s in zip(score(backend, haystack(), arm("nvfp4")), haystack(), strict=True):
+            fed = s.context_length - 1
+            assert output.effective.stored.wide_layers == 2 * fed * 2 * (2 * 16) * 2
+            assert output.effective.packed_reads == 3 * 2 * fed
+
+
+class TestRefusals:
+    def test_a_forward_on_another_cache(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A misnamed argument is swallowed by the model's **kwargs, and it makes a cache of its own."""
+        monkeypatch.setattr(backend, "cache_argument", "swallowed")
+        with pytest.raises(MeasurementError, match="ran on a cache that is not ours"):
+            score(backend, haystack(), arm())
+
+    def test_a_layer_whose_cache_is_written_but_never_read(
+        self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        update = PackedLayer.update
+        raw: list[tuple[Tensor, Tensor]] = []
+
+        def leaky(layer: PackedLayer, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+            handles = update(layer, keys, values, *args, **kwargs)
+            if layer._index != 1:
+                return handles
+            raw.append((keys, values))
+            return tuple(torch.cat(chunks, dim=2) for chunks in zip(*raw, strict=True))
+
+        monkeypatch.setattr(PackedLayer, "update", leaky)
+        with pytest.raises(MeasurementError, match=r"read 60 of the 120 packed keys and values .*would be void"):
+            score(backend, [sample([*HAY, 1, 2, 3, 4], [5, 6, 7])], arm(chunk=14))
+
+    def test_a_scoring_forward_that_reads_nothing_stored(self, backend: HFBackend) -> None:
+        apart = [sample([1, 2], [3], id="a"), sample([4, 5], [6], id="b")]
+        with pytest.raises(MeasurementError, match="would be void"):
+            score(backend, apart, arm("int4_g64", reads="fresh_chunk"))
+        assert len(score(backend, apart, arm("int4_g64"))) == 2
+
+    def test_bytes_that_are_not_billed(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(QuantizedCache, "billed_bytes", lambda self, tokens: 1)
+        with pytest.raises(MeasurementError, match=r"holds \d+ bytes, but 1 are billed"):
+            score(backend, haystack(), arm())
+
+    def test_logits_that_are_not_float32(self) -> None:
+        model = tiny_llama(torch.bfloat16)
+        as_it_is = SimpleNamespace(model=model, tokenizer=None, info=None, device=torch.device("cpu"))
+        with pytest.raises(MeasurementError, match=r"torch\.bfloat16, not float32"):
+            score(HFBackend(as_it_is), haystack(), arm())
+
+    def test_models_whose_forward_lacks_what_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hf, "use_packed_attention", lambda model: None)
+
+        class AllLogits:
+            def forward(self, input_ids: Any, cache: Any = None) -> None: ...
+
+        class NoCache:
+            def forward(self, input_ids: Any, logits_to_keep: int = 0) -> None: ...
+
+        with pytest.raises(UnsupportedError, match="AllLogits can't restrict logits"):
+            HFBackend(SimpleNamespace(model=AllLogits(), device=torch.device("cpu")))
+        with pytest.raises(UnsupportedError, match="NoCache's forward takes no cache"):
+            HFBackend(SimpleNamespace(model=NoCache(), device=torch.device("cpu")))
