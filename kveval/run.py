@@ -6,7 +6,6 @@ that the baseline's answer log-probabilities are at hand for the comparison. Eve
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,18 +169,15 @@ def _run_cluster(
 def _score(
     cluster: _Cluster, arm: Arm, backend: Backend, baseline: Mapping[str, Any], decode_tokens: int
 ) -> Iterator[tuple[Record, Output | None]]:
-    """Records of one arm, in sample order. Whatever the backend could not score is a row with status "error"."""
-    members = list(zip(cluster.samples, cluster.cells, strict=True))
-    scored = 0
+    """Records of one arm. Whatever the backend could not score is a row with status "error"."""
+    waiting = {s.id: (s, c[arm.label]) for s, c in zip(cluster.samples, cluster.cells, strict=True)}
     try:
         for output in backend.score(cluster.samples, arm, baseline, decode_tokens=decode_tokens):
-            sample, cells = members[scored]
-            scored += 1
-            yield _record(sample, cells[arm.label], output), output
+            yield _record(*waiting.pop(output.sample_id), output), output
     except (KvevalError, RuntimeError) as error:
         log.exception("%s failed on %s", arm.label, cluster.samples[0].cluster)
-        for sample, cells in itertools.islice(members, scored, None):
-            yield _error_record(sample, cells[arm.label], error), None
+        for sample, cell in waiting.values():
+            yield _error_record(sample, cell, error), None
 
 
 def _head(sample: Sample, cell: Cell) -> dict[str, Any]:

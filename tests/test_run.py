@@ -127,8 +127,7 @@ KILLED = textwrap.dedent(
     import os, random, signal, sys, time
     import torch
     from kveval.config import SweepConfig
-    from kveval.models import load_tokenizer
-from kveval.run import _clusters, make_samples, plan_sweep, run_sweep
+    from kveval.run import run_sweep
     import kveval.backends.hf
     torch.set_num_threads(1)
     config = SweepConfig.model_validate_json(sys.argv[1])

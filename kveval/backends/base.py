@@ -53,12 +53,12 @@ class Backend(Protocol):
     def score(
         self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], *, decode_tokens: int = 0
     ) -> Iterator[Output]:
-        """Score every sample of a cluster on one arm, in order.
+        """Score every sample of a cluster on one arm; outputs come as they are scored, not in the cluster's order.
 
         Args:
             cluster: Samples that share a haystack or document.
             arm: How to run them.
             baseline: `Output.log_probs` of the baseline by sample id; empty for the baseline itself.
-            decode_tokens: Time this many one-token forwards after the last sample; 0 for none.
+            decode_tokens: Time this many one-token forwards with the last scored sample; 0 for none.
         """
         ...

@@ -6,6 +6,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -48,21 +49,15 @@ class HFBackend:
         """See `Backend.score`. The cache is built once, every sample is a branch that is cropped off again."""
         plan = plan_prefill([s.prompt_ids for s in cluster])
         cache = self.new_cache(arm)
-        outputs: dict[int, Output] = {}
+        in_order = sorted(range(len(cluster)), key=lambda i: plan.branches[i])
         stem_s = 0.0
-        for stop in plan.stops:
+        for i in in_order:
+            sample, stop = cluster[i], plan.branches[i]
             stem_s += self._prefill(plan.stem[cache.get_seq_length() : stop], cache, arm.prefill_chunk)
-            share = stem_s / len(cluster)
-            for i, sample in enumerate(cluster):
-                if plan.branches[i] == stop:
-                    outputs[i] = self._branch(sample, cache, arm, baseline.get(sample.id), share)
-        if decode_tokens:
-            last = len(cluster) - 1
-            cache.crop_to(plan.branches[last])
-            seconds = self._time_decode(cluster[last], cache, decode_tokens)
-            outputs[last] = _with_decode_time(outputs[last], seconds)
-        for i in range(len(cluster)):
-            yield outputs[i]
+            output = self._branch(sample, cache, arm, baseline.get(sample.id), stem_s / len(cluster))
+            if decode_tokens and i == in_order[-1]:
+                output = replace(output, decode_s_per_token=self._time_decode(sample, cache, decode_tokens))
+            yield output
 
     def new_cache(self, arm: Arm) -> QuantizedCache:
         """An empty cache for one sequence of this arm."""
@@ -149,7 +144,3 @@ class HFBackend:
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize(self.loaded.device)
         return time.perf_counter()
-
-
-def _with_decode_time(output: Output, seconds: float) -> Output:
-    return Output(**{**vars(output), "decode_s_per_token": seconds})

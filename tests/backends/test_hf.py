@@ -21,6 +21,7 @@ from kveval.errors import MeasurementError, UnsupportedError
 from kveval.formats.spec import get_scheme, scheme_names
 from kveval.models import load
 from kveval.plan import Arm
+from kveval.prefixes import plan_prefill
 from kveval.tasks import Sample
 
 INVARIANT = [name for name in scheme_names() if get_scheme(name).append_invariant]
@@ -56,7 +57,10 @@ def document() -> list[Sample]:
 
 
 def score(backend: HFBackend, cluster: Sequence[Sample], arm: Arm, **kwargs: Any) -> list[Output]:
-    return list(backend.score(cluster, arm, kwargs.pop("baseline", {}), **kwargs))
+    """Outputs in the cluster's order."""
+    outputs = {o.sample_id: o for o in backend.score(cluster, arm, kwargs.pop("baseline", {}), **kwargs)}
+    assert len(outputs) == len(cluster)
+    return [outputs[s.id] for s in cluster]
 
 
 class Recorder:
@@ -201,15 +205,17 @@ class TestWhatIsFed:
         score(backend, [sample([7, 6, 5], [8])], arm())
         assert recorder.calls == [(0, [7, 8]), (0, [7, 6]), (2, [5])]
 
-    def test_decoding_is_timed_after_the_last_sample_with_its_own_prompt(
+    def test_decoding_is_timed_once_with_the_prompt_that_shares_most(
         self, backend: HFBackend, recorder: Recorder
     ) -> None:
         twins = [sample([*HAY, 1, 2, 3, last], [4], id=str(last)) for last in (5, 6)]
         for cluster in (haystack(), document(), document()[::-1], [*twins, haystack()[1]]):
             recorder.calls.clear()
             outputs = score(backend, cluster, arm("nvfp4"), decode_tokens=3)
-            assert [o.decode_s_per_token is not None for o in outputs] == [False] * (len(cluster) - 1) + [True]
-            last = cluster[-1]
+            (timed_id,) = [o.sample_id for o in outputs if o.decode_s_per_token is not None]
+            (last,) = [s for s in cluster if s.id == timed_id]
+            branches = plan_prefill([s.prompt_ids for s in cluster]).branches
+            assert branches[cluster.index(last)] == max(branches)
             timed = recorder.calls[-4:]
             length = len(last.prompt_ids)
             assert [before for before, _ in timed] == [length, length + 1, length + 2, length + 3]
