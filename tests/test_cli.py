@@ -169,6 +169,32 @@ def test_user_errors_have_a_message_and_no_traceback(words, message, tmp_path, m
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "line", "message"),
+    [
+        ("tasks", [{"name": "niah_singel"}], "tasks", "Did you mean 'niah_single'"),
+        ("tasks", [{"name": "niah_single", "fillr": "noise"}], "tasks", "Did you mean 'filler'"),
+        ("model", {"id": "smolm2-135m"}, "model", "Did you mean 'smollm2-135m'"),
+    ],
+)
+def test_wrong_names_in_a_config_name_the_line(workspace, tmp_path, monkeypatch, capsys, key, value, line, message):
+    sweep = yaml.safe_load((workspace / "sweep.yaml").read_text())
+    del sweep["gate"]
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump({**sweep, key: value}))
+    (number,) = [i for i, text in enumerate(path.read_text().splitlines(), 1) if text.startswith(line)]
+    code, _, err = call(monkeypatch, capsys, "plan", str(path))
+    assert code == ExitCode.USAGE
+    assert f"{path}:{number}" in err or f"{path}:{number + 1}" in err
+    assert message in err
+
+
+def test_models_without_a_verb_lists_them(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "models")
+    assert code == 0
+    assert "smollm2-135m" in out
+
+
 def test_bad_lengths_and_gpus(tiny_model, monkeypatch, capsys):
     code, _, err = call(monkeypatch, capsys, "capacity", str(tiny_model), "--context", "4q")
     assert (code, "4q" in err) == (ExitCode.USAGE, True)

@@ -84,7 +84,8 @@ def test_extends_merges_mappings_and_replaces_lists(tmp_path):
 
 def test_dumped_config_reads_back(tmp_path):
     config = load_config(write(tmp_path, MINIMAL))
-    assert SweepConfig.model_validate(config.model_dump(mode="json")) == config
+    dumped = config.model_dump(mode="json")
+    assert SweepConfig.model_validate(dumped).model_dump(mode="json") == dumped
 
 
 GATE = "gate: {scheme: SCHEME, endpoints: [{metric: METRIC, task: TASK, context_length: LENGTH, margin: 0.1}]}\n"
@@ -159,3 +160,11 @@ def test_bad_overrides(tmp_path, override):
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="can't read"):
         load_config(tmp_path / "nothing.yaml")
+
+
+def test_knows_where_its_keys_stand(tmp_path):
+    path = write(tmp_path, MINIMAL)
+    config = load_config(path)
+    assert config.where("tasks", 0) == f"{path}:3"
+    assert config.where("model", "id") == f"{path}:1"
+    assert SweepConfig.model_validate(config.model_dump(mode="json")).where("tasks", 0) == ""

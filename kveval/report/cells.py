@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kveval.records import Role
+from kveval.records import METRICS, Role
 from kveval.stats import Comparison, Estimate, compare, competence, mean_estimate
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "needles_of",
     "storage_of",
     "timings_of",
+    "undecidable",
 ]
 
 DEPTH_BUCKETS = 5
@@ -191,6 +192,17 @@ def storage_of(records: pd.DataFrame, arms: Sequence[Arm], lengths: Sequence[int
             share = stored / wide[length] if wide.get(length) else None
             rows.append(Storage(arm, length, stored, payload, scales, constant, padding, wide_layers, share))
     return tuple(rows)
+
+
+def undecidable(comparison: Comparison) -> bool:
+    """Whether a loss that is a fraction is known to no better than 50 points either way, or not at all.
+
+    Such an interval always covers zero and leaves room for half of all answers being lost.
+    """
+    if METRICS[comparison.metric].unit != "fraction":
+        return False
+    low, high = comparison.loss.low, comparison.loss.high
+    return low is None or high is None or high - low > 1.0
 
 
 def _measured(records: pd.DataFrame, arm: Arm, length: int) -> pd.DataFrame:

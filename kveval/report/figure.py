@@ -6,10 +6,13 @@ matplotlib is used without pyplot, so nothing here touches state that a caller's
 from __future__ import annotations
 
 import io
+import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +20,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -33,16 +38,19 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINE_COLOUR",
     "MUTED",
+    "LossScale",
     "Plot",
     "Style",
     "caption",
     "comparison_row",
+    "dodge",
+    "error_bars",
     "estimate_columns",
     "footnote",
     "legend",
     "length_axis",
     "linear_below",
-    "loss_axis",
+    "loss_scale",
     "loss_unit",
     "new_figure",
     "plot_name",
@@ -50,6 +58,7 @@ __all__ = [
     "spread",
     "style_of",
     "styled",
+    "wrapped",
     "write_plot",
 ]
 
@@ -58,6 +67,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">")
 BASELINE_COLOUR = "#222222"
 MUTED = "#767676"
+
+EDGE = 0.32
+"""Octaves of a length axis left free at either end."""
 
 Dashes = Literal["-", "--", "-.", ":", "none"]
 
@@ -100,7 +112,7 @@ def style_of(data: ReportData, arm: Arm) -> Style:
     if arm.role == "baseline":
         return Style(BASELINE_COLOUR, "", "--")
     if arm.role != "scheme":
-        return Style(MUTED, "", ":")
+        return Style(MUTED, "x" if arm.role == "crush" else "", ":")
     at = data.of_role("scheme").index(arm)
     return Style(COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)], "-" if at < len(COLOURS) else "-.")
 
@@ -152,13 +164,24 @@ def loss_unit(metric: str) -> tuple[float, str]:
 
 
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    """log2 x axis with a tick at every measured length."""
+    """log2 x axis with a tick at every length that was run."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(list(lengths)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_tokens(round(x))))
-    axes.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
+    axes.set_xlim(lengths[0] / 2**EDGE, lengths[-1] * 2**EDGE)
     axes.set_xlabel("context length (tokens)")
+
+
+def dodge(at: int, of: int, lengths: Sequence[int]) -> float:
+    """What to multiply a length by so that the bars of arm `at` of `of` stand beside those of the others.
+
+    Neighbours are 2.6 % of the axis apart, less where that would fill half the way to the next length.
+    """
+    gaps = [math.log2(b / a) for a, b in pairwise(lengths)]
+    width = math.log2(lengths[-1] / lengths[0]) + 2 * EDGE
+    step = min([0.026 * width, *(0.5 * gap / of for gap in gaps)])
+    return float(2.0 ** (step * (at - (of - 1) / 2)))
 
 
 def linear_below(losses: Iterable[Estimate]) -> float | None:
@@ -175,35 +198,90 @@ def linear_below(losses: Iterable[Estimate]) -> float | None:
     return float(10.0 ** np.floor(np.log10(min(clear))))
 
 
-def loss_axis(panels: Sequence[Axes], threshold: float | None, *, headroom: bool = False) -> None:
-    """Scale the y axis of losses that `panels` share, in drawn units.
+@dataclass(frozen=True)
+class LossScale:
+    """A y axis of losses, in drawn units. `linear_below` is None for a linear axis, 0 for a logarithmic one."""
 
-    `threshold` is `linear_below`'s, None for a linear axis. `headroom` leaves place for two lines of text.
-    """
-    if threshold is None:
-        low, high = panels[0].get_ylim()
-        panels[0].set_ylim(low, high + (0.18 * (high - low) if headroom else 0.0))
-        return
-    low, high = min(p.dataLim.y0 for p in panels), max(p.dataLim.y1 for p in panels)
-    for axes in panels:
-        axes.set_yscale("symlog", linthresh=threshold, linscale=0.5)
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    panels[0].set_ylim(min(-threshold, 1.5 * low), high * (10 if headroom else 1.8))
+    low: float
+    high: float
+    linear_below: float | None
+
+    def apply(self, axes: Axes) -> None:
+        """Set the axis."""
+        if self.linear_below is not None:
+            if self.linear_below:
+                axes.set_yscale("symlog", linthresh=self.linear_below, linscale=0.5)
+            else:
+                axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.set_ylim(self.low, self.high)
+
+
+def loss_scale(
+    losses: Sequence[Estimate], factor: float, threshold: float | None, *, shown: Sequence[float] = (0.0,)
+) -> LossScale:
+    """The axis that shows every value of `losses` and the drawn numbers `shown`, and as much of the intervals
+    as does not squeeze them: intervals of few samples can be many times wider than all values together."""
+    points = [factor * e.value for e in losses if e.value is not None] + list(shown)
+    lows = [factor * e.low for e in losses if e.low is not None] + points
+    highs = [factor * e.high for e in losses if e.high is not None] + points
+    bottom, top = min(points), max(points)
+    if threshold == 0.0:
+        positive = min(y for y in points if y > 0)
+        return LossScale(positive / 2.5, min(max(highs), 3.0 * top) * 1.6, threshold)
+    if threshold is not None:
+        low, high = max(min(lows), min(3.0 * bottom, -threshold)), min(max(highs), max(3.0 * top, threshold))
+        return LossScale(1.3 * low, 1.3 * high, threshold)
+    room = 0.6 * (top - bottom) or max(max(highs), -min(lows)) or 1.0
+    low, high = max(min(lows), bottom - room), min(max(highs), top + room)
+    pad = 0.06 * ((high - low) or 1.0)
+    return LossScale(low - pad, high + pad, threshold)
+
+
+def error_bars(
+    axes: Axes, points: Iterable[tuple[float, Estimate]], factor: float, scale: LossScale, colour: str
+) -> None:
+    """A thin bar for every interval; one that goes on beyond the axis ends in an arrowhead there."""
+    ends = [(x, e.low * factor, e.high * factor) for x, e in points if e.low is not None and e.high is not None]
+    lows, highs = [max(low, scale.low) for _, low, _ in ends], [min(high, scale.high) for _, _, high in ends]
+    axes.vlines([x for x, _, _ in ends], lows, highs, color=colour, linewidth=1.1, alpha=0.75)
+    head: Any = {"color": colour, "linestyle": "none", "markersize": 3.5, "clip_on": False}
+    up, down = [x for x, _, high in ends if high > scale.high], [x for x, low, _ in ends if low < scale.low]
+    for xs, y, marker in ((up, scale.high, "^"), (down, scale.low, "v")):
+        if xs:
+            axes.plot(xs, [y] * len(xs), marker=marker, **head)
+
+
+def wrapped(name: str, width: int = 12) -> str:
+    """A name over several lines of about `width` characters, broken after underscores and hyphens."""
+    lines = [""]
+    for part in re.findall(r"[^_-]*[_-]?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def render(plot: Plot, kind: Literal["svg", "png"]) -> bytes:
-    """The figure as a file. Equal plots give equal bytes."""
-    buffer = io.BytesIO()
+    """The figure as a file. Equal plots give equal bytes.
+
+    The layout takes as long as drawing does and holds for every kind of file: it is found once. The canvases
+    are told to print directly, because `savefig` draws everything twice.
+    """
+    buffer, figure = io.BytesIO(), plot.figure
     with styled():
         mpl.rcParams["svg.hashsalt"] = plot.name
-        if plot.figure.get_layout_engine() is not None:
-            # The layout takes longest and is the same for every kind of file: find it once and keep it.
-            FigureCanvasAgg(plot.figure)
-            plot.figure.draw_without_rendering()
-            plot.figure.set_layout_engine("none")
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        plot.figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+        engine = figure.get_layout_engine()
+        if isinstance(engine, ConstrainedLayoutEngine):
+            FigureCanvasAgg(figure)
+            engine.execute(figure)
+            figure.set_layout_engine("none")
+        if kind == "svg":
+            FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+        else:
+            figure.set_dpi(150)
+            FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()
 
 

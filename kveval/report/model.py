@@ -26,6 +26,7 @@ from kveval.report.cells import (
     needles_of,
     storage_of,
     timings_of,
+    undecidable,
 )
 from kveval.stats import Comparison
 
@@ -112,6 +113,14 @@ class ReportData:
         """Comparisons of the schemes in `metric`, worst first; cells without a value come last."""
         rows = [c for c in self.comparisons if c.metric == metric and c.role == "scheme"]
         return sorted(rows, key=lambda c: -np.inf if c.loss.value is None else c.loss.value, reverse=True)
+
+    def lengths_of(self, task: str) -> tuple[int, ...]:
+        """The context lengths that `task` was run at."""
+        return tuple(n for n in self.context_lengths if (task, n, LOSS_METRICS[0]) in self.competence)
+
+    def decidable(self, metric: str) -> bool:
+        """Whether any scheme's loss of `metric` is known well enough to be drawn (see `undecidable`)."""
+        return any(c.loss.value is not None and not undecidable(c) for c in self.ranked(metric))
 
     def discriminates(self, metric: str, task: str) -> bool:
         """Whether the baseline is off the floor at any length, so that a loss of `metric` could show."""
