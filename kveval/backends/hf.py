@@ -70,8 +70,11 @@ class HFBackend:
             MeasurementError: if the model did not store exactly these tokens in `cache` (it ran on another one).
         """
         before = cache.get_seq_length()
-        input_ids = torch.tensor([ids], device=self.loaded.device)
-        out = self._model(input_ids=input_ids, use_cache=True, logits_to_keep=keep, **{self.cache_argument: cache})
+        device = self.loaded.device
+        # Positions rather than a count: the head then gets contiguous rows, and runs as one fast product.
+        kept = torch.arange(len(ids) - keep, len(ids), device=device)
+        input_ids = torch.tensor([ids], device=device)
+        out = self._model(input_ids=input_ids, use_cache=True, logits_to_keep=kept, **{self.cache_argument: cache})
         lengths = {layer.get_seq_length() for layer in cache.packed_layers}
         if lengths != {before + len(ids)}:
             raise MeasurementError(

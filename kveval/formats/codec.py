@@ -44,7 +44,7 @@ class Codec:
             return None
         divisor = fmt.global_divisor or fmt.info.max
         amax = x_BHTD.float().abs().amax((1, 2, 3), keepdim=True)
-        return _or_one(amax / divisor)
+        return _or_one(_over(amax, divisor))
 
     def encode(self, x_BHTD: Tensor, constant: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Codes uint8 [B, H, T, P] and scales uint8 [B, H, T, S] (None where the format stores none).
@@ -55,8 +55,8 @@ class Codec:
         if fmt.scale_rule == "none":
             return elements.encode(fmt.element, x), None
         if fmt.scale_rule in ("fixed", "first_write_amax"):
-            step = fmt.fixed_scale if constant is None else constant
-            return elements.encode(fmt.element, x / step), None
+            scaled = _over(x, fmt.fixed_scale) if constant is None else x / constant
+            return elements.encode(fmt.element, scaled), None
         x_GN = self._grouped(x)
         if fmt.scale_rule == "minmax":
             return self._encode_minmax(x_GN)
@@ -103,7 +103,7 @@ class Codec:
         """
         info = self.format.info
         low, high = x_GN.amin(-1), x_GN.amax(-1)
-        stored = self._store_scale(torch.cat([(high - low) / (2**info.bits - 1), low], dim=-1))
+        stored = self._store_scale(torch.cat([_over(high - low, 2**info.bits - 1), low], dim=-1))
         step, zero = self._load_scale(stored, None).chunk(2, dim=-1)
         scaled = (x_GN - zero[..., None]) / _or_one(step)[..., None]
         return elements.encode(self.format.element, self._flat(scaled), levels="unsigned"), stored
@@ -116,7 +116,7 @@ class Codec:
             exponent = (amax.contiguous().view(torch.int32) >> 23) & 0xFF
             largest = int(torch.log2(torch.tensor(fmt.info.max)).floor())
             return (exponent - largest).clamp(0, _E8M0_MAX_CODE).to(torch.uint8)
-        scale = amax / fmt.info.max
+        scale = _over(amax, fmt.info.max)
         if constant is not None:
             scale = scale / constant
         return self._store_scale(scale)
@@ -134,6 +134,15 @@ class Codec:
             return torch.where(bits == 0, 0x00400000, bits).view(torch.float32)
         scale = stored.view(_FLOAT_SCALES[self.format.scale_dtype or ""]).float()
         return scale if constant is None else scale * constant
+
+
+def _over(x: Tensor, number: float) -> Tensor:
+    """`x / number`, correctly rounded on every device.
+
+    torch multiplies a CUDA tensor by the reciprocal of a Python number (or of a tensor on the CPU), which can be one
+    unit in the last place off: another scale, other bytes.
+    """
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def _or_one(step: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ def storage_of(records: pd.DataFrame, arms: Sequence[Arm], lengths: Sequence[int
 def undecidable(comparison: Comparison) -> bool:
     """Whether a loss that is a fraction is known to no better than 50 points either way, or not at all.
 
-    Such an interval always covers zero and leaves room for half of all answers being lost.
+    Losses lie between -100 and 100 points, so such an interval always covers zero.
     """
     if METRICS[comparison.metric].unit != "fraction":
         return False

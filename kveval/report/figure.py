@@ -26,7 +26,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kveval.capacity import format_tokens
+from kveval.capacity import LossEstimate, format_tokens
 from kveval.records import METRICS
 from kveval.report.cells import LOSS_METRICS, Arm
 from kveval.report.model import ReportData
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINE_COLOUR",
     "MUTED",
+    "Dashes",
     "LossScale",
     "Plot",
     "Style",
@@ -50,6 +51,7 @@ __all__ = [
     "legend",
     "length_axis",
     "linear_below",
+    "loss_label",
     "loss_scale",
     "loss_unit",
     "new_figure",
@@ -67,6 +69,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">")
 BASELINE_COLOUR = "#222222"
 MUTED = "#767676"
+PNG_DPI = 150
 
 EDGE = 0.32
 """Octaves of a length axis left free at either end."""
@@ -184,18 +187,19 @@ def dodge(at: int, of: int, lengths: Sequence[int]) -> float:
     return float(2.0 ** (step * (at - (of - 1) / 2)))
 
 
-def linear_below(losses: Iterable[Estimate]) -> float | None:
-    """The loss (in the metric's unit) up to which an axis is linear; None if it can be linear all the way.
+def linear_below(losses: Iterable[Estimate], factor: float = 1.0) -> float | None:
+    """The loss, times `factor`, up to which an axis is linear; None if it can be linear all the way.
 
     Where the largest loss is over 50 times the smallest one that is told from zero, a linear axis would draw
-    the latter as zero: the axis is then logarithmic from that loss's power of ten on.
+    the latter as zero: the axis is then logarithmic from the next power of ten above that loss on. (From the
+    one below on, differences that are all noise would fill most of the axis.)
     """
     known = [e for e in losses if e.value is not None and e.low is not None and e.high is not None]
     largest = max((abs(e.value or 0.0) for e in known), default=0.0)
     clear = [abs(e.value or 0.0) for e in known if (e.low or 0.0) > 0 or (e.high or 0.0) < 0]
     if not clear or largest <= 50 * min(clear):
         return None
-    return float(10.0 ** np.floor(np.log10(min(clear))))
+    return factor * float(10.0 ** np.ceil(np.log10(min(clear))))
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class LossScale:
         """Set the axis."""
         if self.linear_below is not None:
             if self.linear_below:
-                axes.set_yscale("symlog", linthresh=self.linear_below, linscale=0.5)
+                axes.set_yscale("symlog", linthresh=self.linear_below, linscale=1.0)
             else:
                 axes.set_yscale("log")
             axes.yaxis.set_minor_locator(NullLocator())
@@ -221,8 +225,11 @@ class LossScale:
 def loss_scale(
     losses: Sequence[Estimate], factor: float, threshold: float | None, *, shown: Sequence[float] = (0.0,)
 ) -> LossScale:
-    """The axis that shows every value of `losses` and the drawn numbers `shown`, and as much of the intervals
-    as does not squeeze them: intervals of few samples can be many times wider than all values together."""
+    """The axis that shows every value of `losses` and the drawn numbers `shown`, and most of the intervals.
+
+    Intervals of few samples can be many times wider than all values together: they are cut where they would
+    squeeze the values.
+    """
     points = [factor * e.value for e in losses if e.value is not None] + list(shown)
     lows = [factor * e.low for e in losses if e.low is not None] + points
     highs = [factor * e.high for e in losses if e.high is not None] + points
@@ -239,18 +246,38 @@ def loss_scale(
     return LossScale(low - pad, high + pad, threshold)
 
 
+def loss_label(text: str, unit: str, threshold: float | None) -> str:
+    """Label of an axis of losses, telling where it is logarithmic."""
+    return f"{text} ({unit})" if threshold is None else f"{text} ({unit},\nlogarithmic from {threshold:g})"
+
+
 def error_bars(
-    axes: Axes, points: Iterable[tuple[float, Estimate]], factor: float, scale: LossScale, colour: str
+    axes: Axes, points: Iterable[tuple[float, LossEstimate]], factor: float, scale: LossScale, colour: str
 ) -> None:
-    """A thin bar for every interval; one that goes on beyond the axis ends in an arrowhead there."""
-    ends = [(x, e.low * factor, e.high * factor) for x, e in points if e.low is not None and e.high is not None]
-    lows, highs = [max(low, scale.low) for _, low, _ in ends], [min(high, scale.high) for _, _, high in ends]
-    axes.vlines([x for x, _, _ in ends], lows, highs, color=colour, linewidth=1.1, alpha=0.75)
-    head: Any = {"color": colour, "linestyle": "none", "markersize": 3.5, "clip_on": False}
-    up, down = [x for x, _, high in ends if high > scale.high], [x for x, low, _ in ends if low < scale.low]
-    for xs, y, marker in ((up, scale.high, "^"), (down, scale.low, "v")):
-        if xs:
-            axes.plot(xs, [y] * len(xs), marker=marker, **head)
+    """A thin bar for every interval; one that goes on beyond the axis ends in an arrowhead there.
+
+    On a logarithmic axis, which has no zero, the part under the mean of an interval that reaches zero is pale.
+    """
+    stems: list[tuple[float, float, float]] = []
+    pale: list[tuple[float, float, float]] = []
+    heads: list[tuple[float, float, str]] = []
+    for x, e in points:
+        if e.value is None or e.low is None or e.high is None:
+            continue
+        value, low, high = factor * e.value, factor * e.low, factor * e.high
+        faded = scale.linear_below == 0.0 and low < scale.low
+        stems.append((x, value if faded else max(low, scale.low), min(high, scale.high)))
+        pale += [(x, scale.low, value)] if faded else []
+        heads += [(x, scale.high, "^")] if high > scale.high else []
+        heads += [(x, scale.low, "v")] if low < scale.low and not faded else []
+    for bars, alpha in ((stems, 0.8), (pale, 0.2)):
+        if bars:
+            axes.vlines(*zip(*bars, strict=True), color=colour, linewidth=1.1, alpha=alpha)
+    for marker in ("^", "v"):
+        at = [(x, y) for x, y, head in heads if head == marker]
+        if at:
+            style: dict[str, Any] = {"color": colour, "linestyle": "none", "markersize": 3.5, "clip_on": False}
+            axes.plot(*zip(*at, strict=True), marker=marker, **style)
 
 
 def wrapped(name: str, width: int = 12) -> str:
@@ -274,14 +301,18 @@ def render(plot: Plot, kind: Literal["svg", "png"]) -> bytes:
         mpl.rcParams["svg.hashsalt"] = plot.name
         engine = figure.get_layout_engine()
         if isinstance(engine, ConstrainedLayoutEngine):
+            figure.set_dpi(PNG_DPI)  # texts measured here are not measured again for the PNG
             FigureCanvasAgg(figure)
             engine.execute(figure)
             figure.set_layout_engine("none")
+        canvas: Any  # matplotlib's stubs leave these methods untyped
         if kind == "svg":
-            FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+            canvas = FigureCanvasSVG(figure)
+            canvas.print_svg(buffer, metadata={"Date": None})
         else:
-            figure.set_dpi(150)
-            FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
+            figure.set_dpi(PNG_DPI)
+            canvas = FigureCanvasAgg(figure)
+            canvas.print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -294,15 +325,20 @@ def footnote(figure: Figure, text: str) -> None:
 def write_plot(plot: Plot, folder: Path) -> bytes:
     """Write NAME.svg, NAME.png and the data as NAME.csv; return the SVG."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{plot.name}.png").write_bytes(render(plot, "png"))
     svg = render(plot, "svg")
     (folder / f"{plot.name}.svg").write_bytes(svg)
-    (folder / f"{plot.name}.png").write_bytes(render(plot, "png"))
     plot.data.to_csv(folder / f"{plot.name}.csv", index=False)
     return svg
 
 
 def legend(
-    figure: Figure, data: ReportData, *, points_only: bool = False, extra: Iterable[tuple[str, Any]] = ()
+    figure: Figure,
+    data: ReportData,
+    *,
+    points_only: bool = False,
+    baseline: bool = True,
+    extra: Iterable[tuple[str, Any]] = (),
 ) -> None:
     """One legend for all panels, at the right: schemes, the baseline (star or dashed line), then `extra`."""
     handles: list[Any] = []
@@ -310,8 +346,9 @@ def legend(
         style = style_of(data, arm)
         dashes = "none" if points_only else style.dashes
         handles.append(Line2D([], [], color=style.colour, marker=style.marker, linestyle=dashes, label=arm.scheme))
-    star = {"marker": "*", "markersize": 9, "linestyle": "none"} if points_only else {"linestyle": "--"}
-    handles.append(Line2D([], [], color=BASELINE_COLOUR, label=f"{data.baseline} (baseline)", **star))
+    if baseline:
+        star: Any = {"marker": "*", "markersize": 9, "linestyle": "none"} if points_only else {"linestyle": "--"}
+        handles.append(Line2D([], [], color=BASELINE_COLOUR, label=f"{data.baseline} (baseline)", **star))
     for label, handle in extra:
         handle.set_label(label)
         handles.append(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -11,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, Normalize, SymLogNorm
+from matplotlib.figure import Figure
 
 from kveval.capacity import format_tokens, interval_decimals
 from kveval.records import METRICS
@@ -25,6 +27,7 @@ from kveval.report.figure import (
     plot_name,
     spread,
     styled,
+    wrapped,
 )
 from kveval.report.model import ReportData
 from kveval.stats import Comparison
@@ -67,7 +70,7 @@ def matrix_plot(data: ReportData, metric: str) -> Plot:
         text = caption(
             data,
             "Bold: the interval does not cover zero. Orange is worse than the baseline, purple better, grey "
-            "has no value. Crush, a control that must fail, has a capped colour.",
+            "has no value. Crush is the control that must fail; its colour stands for anything beyond the scale.",
             [c.loss for c in found.values() if c is not None and c.n_pairs],
         )
         footnote(figure, text)
@@ -99,36 +102,45 @@ def _matrix_text(c: Comparison | None, factor: float) -> tuple[str, str]:
 
 
 def needle_plot(data: ReportData, task: str) -> Plot:
-    """Share of needles found by depth and length: every arm on top, its change from the baseline below."""
+    """Share of needles found by depth and length: every arm on top, its change from the baseline below.
+
+    The arms stand side by side on one axis per row; an axis for each would take ten times as long to draw.
+    """
     arms = (*data.of_role("baseline"), *data.of_role("scheme"), *data.of_role("crush"))
-    grids = {arm: _needle_grid(data, arm, task) for arm in arms}
+    rows = [n for n in data.needles if n.task == task and n.arm in arms]
+    lengths = sorted({n.context_length for n in rows})
+    grids = {arm: _needle_grid(data, arm, task, lengths) for arm in arms}
     title = f"{task}: needles found (%), by depth and context length"
+    width = max(0.42 * len(lengths), 0.95)  # inches of an arm: its squares, or its name
+    step = len(lengths) * (1 + 0.12 / width)  # the same in squares, with the gap to the next arm
     with styled(grid=False):
-        figure = new_figure(1.35 * len(arms) + 1.6, 4.6, title)
-        panels = figure.subplots(2, len(arms), squeeze=False, sharex=True, sharey=True)
+        figure = new_figure(width * len(arms) + 2.4, 4.8, title)
+        panels = figure.subplots(2, 1)
         shares = ScalarMappable(Normalize(0, 1), _with_grey("cividis"))
         changes = ScalarMappable(Normalize(-1, 1), _with_grey("PuOr"))
         for at, arm in enumerate(arms):
-            _heat(panels[0][at], grids[arm], shares, signed=False)
-            panels[0][at].set_title(_label(arm), fontsize=9)
+            _heat(panels[0], grids[arm], at * step, shares, signed=False)
             if at:
-                _heat(panels[1][at], grids[arm] - grids[arms[0]], changes, signed=True)
-        for axes in panels.flat:
-            axes.set_xticks(range(len(data.context_lengths)), [format_tokens(n) for n in data.context_lengths])
+                _heat(panels[1], grids[arm] - grids[arms[0]], at * step, changes, signed=True)
+        middle = (len(lengths) - 1) / 2
+        for axes in panels:
+            axes.set_xlim(-0.5, (len(arms) - 1) * step + len(lengths) - 0.5)
+            axes.set_ylim(DEPTH_BUCKETS - 0.5, -0.5)
             axes.set_yticks(range(DEPTH_BUCKETS), _depth_labels())
             _bare(axes)
-        panels[1][0].axis("off")
-        panels[0][0].set_ylabel("depth of the needle\n(0 % = start)")
-        panels[1][1].set_ylabel("change from baseline")
-        bar = figure.colorbar(shares, ax=list(panels[0]), label="exact match (%)", ticks=[0, 0.5, 1], pad=0.01)
-        bar.ax.set_yticklabels(["0", "50", "100"])
-        bar = figure.colorbar(changes, ax=list(panels[1]), label="points", ticks=[-1, 0, 1], pad=0.01)
-        bar.ax.set_yticklabels(["-100", "0", "+100"])
-        rows = [n for n in data.needles if n.task == task and n.arm in arms]
+        panels[0].set_xticks([at * step + middle for at in range(len(arms))], [_label(a) for a in arms])
+        panels[0].xaxis.tick_top()
+        places = [(at * step + i, n) for at in range(1, len(arms)) for i, n in enumerate(lengths)]
+        panels[1].set_xticks([x for x, _ in places], [format_tokens(n) for _, n in places])
+        panels[1].text(middle, 2, f"change from\n{arms[0].scheme}\n(points)", ha="center", va="center", fontsize=8)
+        panels[0].set_ylabel("depth of the needle\n(0 % = start)")
+        panels[1].set_xlabel("context length (tokens)", fontsize=8)
+        _colour_bar(figure, panels[0], shares, "exact match (%)", {0: "0", 0.5: "50", 1: "100"})
+        _colour_bar(figure, panels[1], changes, "points", {-1: "-100", 0: "0", 1: "+100"})
         text = caption(
             data,
-            f"Grey: no sample. Samples per square: {spread([n.n for n in rows])}. Look for patterns here, "
-            "and for sizes in the loss plot.",
+            f"Grey: no sample. White without a number: no change. Samples per square: {spread([n.n for n in rows])}. "
+            "Look for patterns here, and for sizes in the loss plot.",
         )
         footnote(figure, text)
     frame = pd.DataFrame(
@@ -145,12 +157,12 @@ def needle_plot(data: ReportData, task: str) -> Plot:
     return Plot(f"needles_{_slug(task)}", title, text, figure, frame)
 
 
-def _needle_grid(data: ReportData, arm: Arm, task: str) -> Grid:
+def _needle_grid(data: ReportData, arm: Arm, task: str, lengths: Sequence[int]) -> Grid:
     """Shares of shape (depth buckets, lengths); NaN where nothing was measured."""
-    grid = np.full((DEPTH_BUCKETS, len(data.context_lengths)), np.nan)
+    grid = np.full((DEPTH_BUCKETS, len(lengths)), np.nan)
     for n in data.needles:
         if (n.arm, n.task) == (arm, task):
-            grid[n.bucket, data.context_lengths.index(n.context_length)] = n.value
+            grid[n.bucket, lengths.index(n.context_length)] = n.value
     return grid
 
 
@@ -158,14 +170,20 @@ def _with_grey(name: str) -> Colormap:
     return mpl.colormaps[name].with_extremes(bad=MISSING)
 
 
-def _heat(axes: Axes, grid: Grid, scale: ScalarMappable, *, signed: bool) -> None:
+def _heat(axes: Axes, grid: Grid, left: float, scale: ScalarMappable, *, signed: bool) -> None:
+    """Draw `grid` with its first column at x = `left`. A change of nothing bears no number."""
     colours_YXC = scale.to_rgba(np.ma.masked_invalid(grid))
-    axes.imshow(colours_YXC, aspect="auto")
+    height, width = grid.shape
+    axes.imshow(colours_YXC, aspect="auto", extent=(left - 0.5, left + width - 0.5, height - 0.5, -0.5))
     for (y, x), value in np.ndenumerate(grid):
-        if not np.isnan(value):
-            percent = round(100 * value)
-            text = f"{percent:+d}" if signed and percent else f"{percent}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=_ink(colours_YXC[y, x]))
+        if not np.isnan(value) and (value or not signed):
+            text = f"{round(100 * value):{'+' if signed else ''}d}"
+            axes.text(left + x, y, text, ha="center", va="center", fontsize=7.5, color=_ink(colours_YXC[y, x]))
+
+
+def _colour_bar(figure: Figure, axes: Axes, scale: ScalarMappable, label: str, ticks: Mapping[float, str]) -> None:
+    bar = figure.colorbar(scale, ax=axes, label=label, ticks=list(ticks), pad=0.01, aspect=14)
+    bar.ax.set_yticklabels(list(ticks.values()))
 
 
 def _depth_labels() -> list[str]:
@@ -180,7 +198,8 @@ def _bare(axes: Axes) -> None:
 
 
 def _label(arm: Arm) -> str:
-    return f"{arm.scheme}\n(control)" if arm.role == "crush" else arm.scheme
+    name = wrapped(arm.scheme)
+    return f"{name}\n(control)" if arm.role == "crush" else name
 
 
 def _slug(text: str) -> str:

@@ -11,10 +11,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kveval.capacity import GIB, format_tokens, get_gpu
+from kveval.records import METRICS
+from kveval.report.cells import LOSS_METRICS
 from kveval.report.figure import Plot, write_plot
 from kveval.report.model import ReportData
 from kveval.report.plots import all_plots
-from kveval.report.rows import cell_rows, loss_text, summary_rows
+from kveval.report.rows import cell_rows, few_clusters, gate_notes, loss_text, summary_rows
 
 __all__ = ["render_html", "write_report"]
 
@@ -54,6 +56,9 @@ def render_html(data: ReportData, plots: Sequence[tuple[Plot, bytes]]) -> str:
         figures=[f for f in figures if f["main"]],
         more_figures=[f for f in figures if not f["main"]],
         endpoints=_endpoints(data),
+        gate_notes=gate_notes(data.verdict) if data.verdict else [],
+        few_clusters=few_clusters(data.ranked("answer_nll")),
+        not_drawn=_not_drawn(data),
         storage=[s for s in data.storage if s.context_length == data.context_lengths[-1]],
         facts=_facts(data),
         env=json.dumps(data.env, indent=2, sort_keys=True),
@@ -90,6 +95,11 @@ def _endpoints(data: ReportData) -> list[dict[str, str]]:
         }
         for end in data.verdict.endpoints
     ]
+
+
+def _not_drawn(data: ReportData) -> list[str]:
+    """Labels of the metrics whose losses have no plots because they are undecidable in every cell."""
+    return [METRICS[m].label for m in LOSS_METRICS if not data.decidable(m)]
 
 
 def _facts(data: ReportData) -> list[tuple[str, str]]:

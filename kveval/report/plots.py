@@ -1,31 +1,36 @@
-"""The plots over context length and over sessions. Each keeps the data that it drew."""
+"""The plots over context length. Each keeps the data that it drew."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from kveval.capacity import ExchangeRate, format_tokens
 from kveval.records import METRICS
 from kveval.report.cells import LOSS_METRICS, Arm
+from kveval.report.exchange import exchange_plot
 from kveval.report.figure import (
     BASELINE_COLOUR,
     MUTED,
+    Dashes,
+    LossScale,
     Plot,
     caption,
     comparison_row,
+    dodge,
+    error_bars,
     estimate_columns,
     footnote,
     legend,
     length_axis,
     linear_below,
-    loss_axis,
+    loss_label,
+    loss_scale,
     loss_unit,
     new_figure,
     plot_name,
@@ -37,19 +42,19 @@ from kveval.report.heatmaps import matrix_plot, needle_plot
 from kveval.report.model import ReportData
 from kveval.stats import Comparison, Estimate
 
-__all__ = ["all_plots", "decode_plot", "degradation_plot", "exchange_plot", "frontier", "quality_plot"]
-
-Spreads = Literal["band", "bars", "none"]
+__all__ = ["all_plots", "decode_plot", "degradation_plot", "quality_plot"]
 
 
 def all_plots(data: ReportData) -> list[Plot]:
-    """Every plot that the data allow, in the order of the report.
+    """Every plot that the data allow, in the order of the report: KL first, the most sensitive.
 
     A metric without any cell whose baseline leaves room to lose is not drawn: its plots would show "no loss"
-    where nothing could be lost.
+    where nothing could be lost. Nor is the loss of a metric that is undecidable in every cell.
     """
+    plots = [degradation_plot(data, "kl")] if _has_distance(data, "kl") else []
     metrics = [m for m in LOSS_METRICS if any(data.discriminates(m, task) for task in data.tasks)]
-    plots = [make(data, m) for m in metrics for make in (degradation_plot, exchange_plot, matrix_plot)]
+    told = [m for m in metrics if data.decidable(m)]
+    plots += [make(data, m) for m in told for make in (degradation_plot, exchange_plot, matrix_plot)]
     plots += [needle_plot(data, task) for task in dict.fromkeys(n.task for n in data.needles)]
     plots += [quality_plot(data, m) for m in metrics]
     if data.timings:
@@ -57,46 +62,120 @@ def all_plots(data: ReportData) -> list[Plot]:
     return plots
 
 
+def _has_distance(data: ReportData, metric: str) -> bool:
+    """Whether any scheme is off the baseline at all, where the baseline leaves room: a log axis needs one."""
+    return any((c.loss.value or 0.0) > 0 and data.discriminates(metric, c.task) for c in data.ranked(metric))
+
+
 def degradation_plot(data: ReportData, metric: str) -> Plot:
-    """Loss against the baseline by context length, one panel per task."""
+    """Loss against the baseline by context length, one panel per task.
+
+    KL is never negative and spans decades: its axis is logarithmic and shows both controls. On the linear axis
+    of other metrics crush would flatten every real format; its figure is told in the panel's title.
+    """
     tasks = [t for t in data.tasks if data.discriminates(metric, t)]
     factor, unit = loss_unit(metric)
-    binary = METRICS[metric].family == "binary"
-    threshold = _threshold(data, metric, tasks)
-    title = f"Loss in {METRICS[metric].label} by context length (up is worse)"
+    as_distance = METRICS[metric].against_baseline
     rows: list[dict[str, Any]] = []
     drawn: list[Comparison] = []
+    title = f"{_about(metric, data)} by context length (up is worse)"
+    series = {(a, t): _series(data, a, t, metric) for t in tasks for a in data.arms[1:]}
+    shared = _degradation_scale(data, metric, [c for of in series.values() for c in of]) if as_distance else None
     with styled():
-        figure = new_figure(3.1 * len(tasks) + 2.0, 3.9, title)
-        panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+        figure, panels = _panels(data, tasks, title, sharey=as_distance)
         for axes, task in zip(panels, tasks, strict=True):
-            for arm in data.arms[1:]:
-                series = _series(data, arm, task, metric)
-                rows += [comparison_row(c, factor) for c in series]
-                if arm.role == "crush":  # drawn to scale it would flatten every real format
-                    _tell_crush(axes, series, metric)
-                    continue
-                drawn += series if arm.role == "scheme" else []
-                spreads: Spreads = "none" if arm.role == "aa" else "bars" if binary else "band"
-                points = [(c.context_length, c.loss) for c in series]
-                _line(axes, data, arm, points, factor, spreads=spreads)
+            here = {arm: series[arm, task] for arm in data.arms[1:]}
+            rows += [comparison_row(c, factor) for of in here.values() for c in of]
+            drawn += [c for arm, of in here.items() if arm.role == "scheme" for c in of]
+            scale = shared or _degradation_scale(data, metric, [c for of in here.values() for c in of])
+            for arm, of in here.items():
+                if arm.role == "crush" and not as_distance:
+                    _tell_crush(axes, of, metric)
+                elif arm.role == "aa" and as_distance:
+                    _noise_floor(axes, of, factor, scale)
+                else:
+                    points = [(c.context_length, c.loss) for c in of]
+                    _line(axes, data, arm, points, factor, lengths=data.lengths_of(task), scale=scale)
             _margins(axes, data, task, metric, factor)
-            axes.axhline(0, color=BASELINE_COLOUR, linestyle="--", linewidth=1.2, zorder=1)
-            loss_axis([axes], threshold, headroom=True)
-            length_axis(axes, data.context_lengths)
-            axes.set_title(task)
-        panels[0].set_ylabel(_loss_label(f"0 = {data.baseline}; loss", unit, threshold))
-        extra: list[tuple[str, Any]] = []
-        if data.of_role("aa"):
-            extra.append((f"{data.baseline} against itself", Line2D([], [], color=MUTED, linestyle=":")))
-        if any(m == metric for m, _, _ in data.margins):
-            extra.append((f"margin for {data.gate_scheme}", Line2D([], [], color="black", linewidth=2.2)))
-        legend(figure, data, extra=extra)
-        text = caption(
-            data, "Mean loss against the baseline on the same samples.", [c.loss for c in drawn if c.n_pairs]
-        )
+            if not as_distance:
+                axes.axhline(0, color=BASELINE_COLOUR, linestyle="--", linewidth=1.2, zorder=1)
+            scale.apply(axes)
+        panels[0].set_ylabel(_loss_label(data, metric, unit, scale.linear_below))
+        legend(figure, data, baseline=not as_distance, extra=_controls(data, metric))
+        text = caption(data, _how_to_read(data, metric), [c.loss for c in drawn if c.n_pairs])
         footnote(figure, text)
     return Plot(plot_name("degradation", metric), title, text, figure, pd.DataFrame(rows))
+
+
+def _about(metric: str, data: ReportData) -> str:
+    if METRICS[metric].against_baseline:
+        return f"{METRICS[metric].label.replace('baseline', data.baseline)}"
+    return f"Loss in {METRICS[metric].label}"
+
+
+def _how_to_read(data: ReportData, metric: str) -> str:
+    bars = "Bars are intervals; an arrowhead means that one goes on beyond the axis."
+    pale = "Bars are intervals, pale below the mean where they reach zero."
+    if not METRICS[metric].against_baseline:
+        return f"Mean loss against {data.baseline} on the same samples. {bars}"
+    floor = "The grey line is what rounding alone does" if data.of_role("aa") else "Without an A/A arm the floor of"
+    floor += "." if data.of_role("aa") else " rounding is unknown."
+    return (
+        f"How far each format moves the probabilities of the answer's tokens away from {data.baseline}'s: the most "
+        f"sensitive measure here, and one that does not say whether answers got worse. {floor} {pale}"
+    )
+
+
+def _panels(data: ReportData, tasks: Sequence[str], title: str, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """One panel per task over the lengths that it was run at, wider for more lengths."""
+    widths = [2.0 + 0.45 * min(len(data.lengths_of(t)), 4) for t in tasks]
+    figure = new_figure(sum(widths) + 2.0, 3.9, title)
+    grid = figure.subplots(1, len(tasks), squeeze=False, sharey=sharey, width_ratios=widths)[0]
+    for axes, task in zip(grid, tasks, strict=True):
+        length_axis(axes, data.lengths_of(task))
+        axes.set_title(task, loc="left", fontweight="bold", pad=16)  # above what is told of crush
+    return figure, list(grid)
+
+
+def _degradation_scale(data: ReportData, metric: str, comparisons: Sequence[Comparison]) -> LossScale:
+    """The y axis of `comparisons`: logarithmic for a distance from the baseline, else with zero on it."""
+    factor, _ = loss_unit(metric)
+    tasks = {c.task for c in comparisons}
+    margins = [factor * m for (of, task, _), m in data.margins.items() if of == metric and task in tasks]
+    schemes = [c.loss for c in comparisons if c.role == "scheme"]
+    if not METRICS[metric].against_baseline:
+        return loss_scale(schemes, factor, linear_below(schemes, factor), shown=[0.0, *margins])
+    controls = [factor * c.loss.value for c in comparisons if c.role != "scheme" and c.loss.value is not None]
+    return loss_scale(schemes, factor, 0.0, shown=[*controls, *margins])
+
+
+def _noise_floor(axes: Axes, series: Sequence[Comparison], factor: float, scale: LossScale) -> None:
+    """What rounding alone does, as a grey line; on a logarithmic axis a floor of exactly zero is told in words."""
+    known = [(c.context_length, factor * c.loss.value) for c in series if c.loss.value is not None]
+    above = [(x, y) for x, y in known if y > 0]
+    if above:
+        axes.plot(*zip(*above, strict=True), color=MUTED, linewidth=1.2, zorder=1)
+        x, y = ([point[i] for point in above] for i in range(2))
+        axes.hlines(y, [v / 1.2 for v in x], [v * 1.2 for v in x], color=MUTED, linewidth=1.2, zorder=1)
+    for x0, y0 in known:
+        if y0 <= 0:
+            white = {"facecolor": "white", "alpha": 0.85, "pad": 1, "linewidth": 0}
+            where: dict[str, Any] = {"ha": "center", "va": "bottom", "zorder": 9, "bbox": white}
+            axes.text(x0, scale.low * 1.3, "rounding: 0", fontsize=7, color=MUTED, **where)
+
+
+def _controls(data: ReportData, metric: str) -> list[tuple[str, Any]]:
+    """What a degradation plot's legend holds beside the schemes and the baseline."""
+    extra: list[tuple[str, Any]] = []
+    as_distance = METRICS[metric].against_baseline
+    if data.of_role("crush") and as_distance:
+        extra.append(("crush (control)", Line2D([], [], color=MUTED, marker="x", linestyle=":")))
+    if data.of_role("aa"):
+        dashes: Dashes = "-" if as_distance else ":"
+        extra.append((f"{data.baseline} against itself", Line2D([], [], color=MUTED, linestyle=dashes)))
+    if any(m == metric for m, _, _ in data.margins):
+        extra.append((f"margin for {data.gate_scheme}", Line2D([], [], color="black", linewidth=2.2)))
+    return extra
 
 
 def quality_plot(data: ReportData, metric: str) -> Plot:
@@ -113,112 +192,23 @@ def quality_plot(data: ReportData, metric: str) -> Plot:
     rows: list[dict[str, Any]] = []
     drawn: list[Estimate] = []
     with styled():
-        figure = new_figure(3.1 * len(tasks) + 2.0, 3.9, title)
-        panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+        figure, panels = _panels(data, tasks, title)
         for axes, task in zip(panels, tasks, strict=True):
             for arm in (*data.of_role("scheme"), *data.of_role("baseline")):
                 means = [m for m in data.means if (m.arm, m.task, m.metric) == (arm, task, metric)]
                 points = [(m.context_length, m.estimate) for m in means]
-                spreads: Spreads = "band" if arm.role == "baseline" else "none"
-                _line(axes, data, arm, points, factor, spreads=spreads)
+                _line(axes, data, arm, points, factor, lengths=data.lengths_of(task), scale=None)
                 drawn += [e for _, e in points if e.n]
                 where = {"task": task, "scheme": arm.scheme, "role": arm.role}
                 rows += [{**where, "context_length": n, **estimate_columns(e, factor)} for n, e in points]
-            length_axis(axes, data.context_lengths)
-            axes.set_title(task)
+                if arm.role == "baseline":
+                    _band(axes, points, factor)
+            _fit_values(axes, [row["value"] for row in rows if row["task"] == task])
         panels[0].set_ylabel(f"{label} ({unit})")
         legend(figure, data, extra=[("baseline's interval", Patch(color=BASELINE_COLOUR, alpha=0.13))])
         text = caption(data, "Means. To compare formats use the loss plot: it pairs the samples.", drawn)
         footnote(figure, text)
     return Plot(plot_name("quality", metric), title, text, figure, pd.DataFrame(rows))
-
-
-def exchange_plot(data: ReportData, metric: str) -> Plot:
-    """Sessions per GPU against loss, one panel per task and length, with the frontier."""
-    tasks = [t for t in data.tasks if data.discriminates(metric, t)]
-    lengths = data.context_lengths
-    factor, unit = loss_unit(metric)
-    some = next(iter(data.sessions.values()))
-    place = some.gpu if some.gpus == 1 else f"{some.gpus} x {some.gpu}"
-    title = f"What more sessions on {place} cost in {METRICS[metric].label}"
-    rates = [r for r in data.exchange if r.metric == metric and r.task in tasks]
-    threshold = _threshold(data, metric, tasks)
-    with styled():
-        figure = new_figure(2.7 * len(lengths) + 2.0, 2.2 * len(tasks) + 1.3, title)
-        grid = figure.subplots(len(tasks), len(lengths), squeeze=False, sharex="col", sharey="row")
-        for line, task in zip(grid, tasks, strict=True):
-            for axes, length in zip(line, lengths, strict=True):
-                here = [r for r in rates if (r.task, r.context_length) == (task, length)]
-                _exchange_panel(axes, data, here, data.sessions[data.baseline, length].floored, factor)
-            loss_axis(line, threshold)
-            line[0].set_ylabel(_loss_label(f"{task}\nloss", unit, threshold))
-        for axes, length in zip(grid[0], lengths, strict=True):
-            axes.set_title(f"{format_tokens(length)} tokens")
-        for axes in grid[-1]:
-            axes.set_xlabel("sessions at once")
-        legend(
-            figure,
-            data,
-            points_only=True,
-            extra=[("best for its size", Line2D([], [], color=MUTED, linestyle=":"))],
-        )
-        drawn = [c.loss for c in data.ranked(metric) if c.task in tasks and c.n_pairs]
-        text = "Better is right (more sessions) and down (less loss). Sessions follow from the cache's bytes."
-        text = caption(data, text, drawn)
-        footnote(figure, text)
-    return Plot(plot_name("exchange", metric), title, text, figure, pd.DataFrame(_exchange_rows(rates, factor)))
-
-
-def _exchange_rows(rates: Sequence[ExchangeRate], factor: float) -> list[dict[str, Any]]:
-    def scaled(x: float | None) -> float | None:
-        return None if x is None else factor * x
-
-    return [
-        {
-            "task": r.task,
-            "context_length": r.context_length,
-            "scheme": r.scheme,
-            "sessions": r.sessions,
-            "baseline_sessions": r.baseline_sessions,
-            "gain": r.gain,
-            "bytes_gain": r.bytes_gain,
-            "loss": scaled(r.loss.value),
-            "low": scaled(r.loss.low),
-            "high": scaled(r.loss.high),
-            "loss_per_extra_session": scaled(r.loss_per_extra_session),
-            "loss_per_doubling": scaled(r.loss_per_doubling),
-        }
-        for r in rates
-    ]
-
-
-def _exchange_panel(axes: Axes, data: ReportData, rates: Sequence[ExchangeRate], baseline: int, factor: float) -> None:
-    axes.axhline(0, color=BASELINE_COLOUR, linestyle="--", linewidth=1)
-    axes.plot([baseline], [0], marker="*", markersize=10, color=BASELINE_COLOUR, linestyle="none", zorder=30)
-    known = [(r, factor * r.loss.value) for r in rates if r.loss.value is not None]
-    steps = frontier([(baseline, 0.0), *((r.sessions, y) for r, y in known)])
-    axes.plot(*zip(*steps, strict=True), color=MUTED, linewidth=1, linestyle=":", zorder=1)
-    step = 0.024 * max([baseline, *(r.sessions for r in rates)])
-    for rate, y in known:
-        style = style_of(data, Arm(rate.scheme, "scheme"))
-        # Formats of equal size would hide one another's error bars: they are set side by side.
-        twins = [r.scheme for r, _ in known if abs(r.sessions - rate.sessions) < step]
-        x = rate.sessions + (twins.index(rate.scheme) - (len(twins) - 1) / 2) * step
-        if rate.loss.low is not None and rate.loss.high is not None:
-            axes.vlines(x, factor * rate.loss.low, factor * rate.loss.high, color=style.colour, linewidth=1.4)
-        axes.plot([x], [y], marker=style.marker, color=style.colour, markeredgecolor="white", markersize=7)
-    axes.margins(x=0.08, y=0.12)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The (sessions, loss) points that no other beats on both, by sessions."""
-
-    def beaten(x: float, y: float) -> bool:
-        return any(ox >= x and oy <= y and (ox, oy) != (x, y) for ox, oy in points)
-
-    return sorted({(x, y) for x, y in points if not beaten(x, y)})
 
 
 def decode_plot(data: ReportData) -> Plot:
@@ -245,8 +235,9 @@ def decode_plot(data: ReportData) -> Plot:
         axes.set_ylabel("milliseconds per token")
         legend(figure, data)
         note = "" if data.on_gpu else "Not GPU speed: formats are unpacked in plain PyTorch here. "
-        counts = spread([t.n for t in data.timings])
-        text = caption(data, f"{note}Median and quartiles over {counts} samples of all tasks.")
+        counts = [t.n for t in data.timings]
+        over = f"Median and quartiles over {spread(counts)} samples of all tasks."
+        text = caption(data, f"{note}{over if max(counts) > 1 else 'One sample per point: no spread is known.'}")
         footnote(figure, text)
     rows = [
         {
@@ -263,18 +254,14 @@ def decode_plot(data: ReportData) -> Plot:
     return Plot("decode", title, text, figure, pd.DataFrame(rows))
 
 
-def _threshold(data: ReportData, metric: str, tasks: Sequence[str]) -> float | None:
-    """One scale for all panels: where it is logarithmic, from this loss on (in drawn units)."""
-    linear = linear_below(c.loss for c in data.ranked(metric) if c.task in tasks)
-    return None if linear is None else loss_unit(metric)[0] * linear
-
-
-def _loss_label(text: str, unit: str, threshold: float | None) -> str:
-    return f"{text} ({unit})" if threshold is None else f"{text} ({unit},\nlogarithmic from {threshold:g})"
+def _loss_label(data: ReportData, metric: str, unit: str, threshold: float | None) -> str:
+    if METRICS[metric].against_baseline:
+        return f"KL ({unit})" if metric == "kl" else f"{METRICS[metric].label} ({unit})"
+    return loss_label(f"0 = {data.baseline}; loss", unit, threshold)
 
 
 def _series(data: ReportData, arm: Arm, task: str, metric: str) -> list[Comparison]:
-    found = (data.comparison(arm, task, length, metric) for length in data.context_lengths)
+    found = (data.comparison(arm, task, length, metric) for length in data.lengths_of(task))
     return [c for c in found if c is not None]
 
 
@@ -285,44 +272,61 @@ def _line(
     points: Sequence[tuple[int, Estimate]],
     factor: float,
     *,
-    spreads: Spreads,
+    lengths: Sequence[int],
+    scale: LossScale | None,
 ) -> None:
     """Draw one arm. What is undefined is left out, never drawn as zero.
 
-    Wide intervals of many arms are told apart better as bars, set side by side, than as bands.
+    With a `scale` its schemes' points stand side by side and carry their intervals: as bars, because wide
+    bands of many arms cover one another.
     """
     style = style_of(data, arm)
     schemes = data.of_role("scheme")
-    shift = schemes.index(arm) - (len(schemes) - 1) / 2 if spreads == "bars" and arm in schemes else 0.0
-    known = [(n * 2 ** (0.045 * shift), e) for n, e in points if e.value is not None]
-    y = [factor * e.value for _, e in known if e.value is not None]
+    bars = scale is not None and arm in schemes
+    shift = dodge(schemes.index(arm), len(schemes), lengths) if bars else 1.0
+    known = [(n * shift, e) for n, e in points if e.value is not None]
     axes.plot(
         [x for x, _ in known],
-        y,
+        [factor * e.value for _, e in known if e.value is not None],
         color=style.colour,
         marker=style.marker,
         linestyle=style.dashes,
-        linewidth=1.6,
+        linewidth=1.4,
         markersize=5.5,
-        markeredgecolor="white",
-        markeredgewidth=0.6,
+        markeredgecolor=style.colour if style.marker == "x" else "white",
+        markeredgewidth=1.2 if style.marker == "x" else 0.6,
         zorder=3,
     )
-    ends = [(x, e.low * factor, e.high * factor) for x, e in known if e.low is not None and e.high is not None]
+    if scale is not None and bars:
+        error_bars(axes, known, factor, scale, style.colour)
+
+
+def _band(axes: Axes, points: Sequence[tuple[int, Estimate]], factor: float) -> None:
+    """The baseline's interval; at a single length, where a band has no width, as a bar."""
+    ends = [(n, e.low * factor, e.high * factor) for n, e in points if e.low is not None and e.high is not None]
     at, low, high = ([end[i] for end in ends] for i in range(3))
-    if spreads == "bars" or (spreads == "band" and len(ends) == 1):  # a band at one length has no width
-        axes.vlines(at, low, high, color=style.colour, linewidth=1.2, alpha=0.7)
-    elif spreads == "band":
-        axes.fill_between(at, low, high, color=style.colour, alpha=0.13, linewidth=0)
+    if len(ends) == 1:
+        axes.vlines(at, low, high, color=BASELINE_COLOUR, linewidth=5, alpha=0.13)
+    else:
+        axes.fill_between(at, low, high, color=BASELINE_COLOUR, alpha=0.13, linewidth=0)
+
+
+def _fit_values(axes: Axes, values: Sequence[float | None]) -> None:
+    """Fit the y axis to the means (none is ever negative): a wide interval of few samples may be cut."""
+    known = [y for y in values if y is not None]
+    if known:
+        room = 0.5 * (max(known) - min(known)) or 0.1 * max(known) or 1.0
+        axes.set_ylim(max(0.0, min(known) - room), max(known) + room)
 
 
 def _tell_crush(axes: Axes, series: Sequence[Comparison], metric: str) -> None:
-    factor, unit = loss_unit(metric)
+    """The control's losses, above the panel: drawn to scale they would flatten every real format."""
+    factor, _ = loss_unit(metric)
     known = [factor * c.loss.value for c in series if c.loss.value is not None]
     if known:
-        low, high = f"{min(known):.3g}", f"{max(known):.3g}"
-        text = f"crush (control), not drawn:\n{low if low == high else f'{low} to {high}'} {unit}"
-        axes.text(0.03, 0.98, text, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
+        low, high = f"{min(known):.2g}", f"{max(known):.2g}"
+        text = f"crush, off scale: {low if low == high else f'{low} to {high}'}"
+        axes.text(0, 1.03, text, transform=axes.transAxes, va="bottom", fontsize=7.5, color=MUTED)
 
 
 def _margins(axes: Axes, data: ReportData, task: str, metric: str, factor: float) -> None:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kveval.capacity import format_interval, format_tokens
 from kveval.records import METRICS
+from kveval.report.cells import undecidable
 from kveval.report.model import ReportData
-from kveval.stats import Comparison
+from kveval.stats import MIN_CLUSTERS, Comparison
 
-__all__ = ["CellRow", "Loss", "SummaryRow", "cell_rows", "loss_text", "summary_rows"]
+if TYPE_CHECKING:
+    from kveval.gate import Verdict
+
+__all__ = [
+    "UNDECIDABLE",
+    "CellRow",
+    "Loss",
+    "SummaryRow",
+    "cell_rows",
+    "few_clusters",
+    "gate_notes",
+    "loss_text",
+    "summary_rows",
+]
+
+UNDECIDABLE = "undecidable at this n"
+"""Stands for a loss in points whose interval is wider than 50 points either way."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,7 @@ class SummaryRow:
     sessions: str
     gain: str
     worst_task: str
+    kl: str
     answer_nll: Loss
     exact_match: Loss
     per_doubling: str
@@ -53,11 +73,16 @@ class SummaryRow:
 
 
 def loss_text(comparison: Comparison | None, room: str = "ok") -> Loss:
-    """A loss with its interval; fractions in points. A baseline at the floor is told in its place."""
+    """A loss with its interval; fractions in points.
+
+    In its place stands that the baseline is at the floor, or that the interval leaves everything open.
+    """
     if comparison is None or comparison.loss.value is None:
         return Loss("–", "")
     if room == "floor":
         return Loss("baseline at floor", "")
+    if undecidable(comparison):
+        return Loss(UNDECIDABLE, "")
     factor = 100.0 if METRICS[comparison.metric].unit == "fraction" else 1.0
     loss = comparison.loss
     if loss.value is None or loss.low is None or loss.high is None:
@@ -75,6 +100,27 @@ def _figure(comparison: Comparison | None) -> str:
     return f"{factor * comparison.loss.value:.3g}"
 
 
+def few_clusters(comparisons: Iterable[Comparison]) -> str:
+    """One sentence on intervals that rest on too few clusters to be relied on; "" where none does."""
+    counts = sorted({c.loss.n_clusters for c in comparisons if c.n_pairs and c.loss.n_clusters < MIN_CLUSTERS})
+    if not counts:
+        return ""
+    many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return (
+        f"Intervals rest on {many} cluster{'s' * (counts[-1] > 1)} of samples (the samples of one document or haystack "
+        f"are one cluster). They can be relied on from about {MIN_CLUSTERS} clusters on: take more samples before "
+        "deciding on these figures."
+    )
+
+
+def gate_notes(verdict: Verdict) -> list[str]:
+    """The verdict's notes as full sentences; those on few clusters become one for all endpoints."""
+    judged = [end.comparison for end in verdict.endpoints if end.comparison is not None]
+    few = {note for c in judged for note in c.notes if note.endswith(f"from about {MIN_CLUSTERS}")}
+    notes = [n[0].upper() + n[1:] for n in verdict.notes if not any(n.endswith(f": {note}.") for note in few)]
+    return [*notes, *filter(None, [few_clusters(judged)])]
+
+
 def cell_rows(data: ReportData) -> list[CellRow]:
     """Every cell of every scheme, the largest answer-NLL loss first; then both controls."""
     order = data.ranked("answer_nll")
@@ -87,7 +133,7 @@ def cell_rows(data: ReportData) -> list[CellRow]:
         cell = (main.task, main.context_length)
         of = {m: data.comparison(arm, *cell, m) for m in ("answer_nll", "exact_match", "kl", "top1_flips")}
         exact, room = of["exact_match"], data.competence.get((*cell, "exact_match"), "ok")
-        told = exact is not None and room != "floor"
+        told = exact is not None and exact.n_pairs > 0 and room != "floor"
         flips = f"{exact.discordant_worse} / {exact.discordant_better}" if exact and told else "–"
         clusters = "" if main.loss.n_clusters == main.n_pairs else f" in {main.loss.n_clusters}"
         missing = main.n_missing_scheme + main.n_missing_baseline
@@ -132,6 +178,7 @@ def summary_rows(data: ReportData) -> list[SummaryRow]:
                 sessions=f"{rate.sessions:,}",
                 gain=f"{rate.gain:.2f}x" if rate.gain is not None else "–",
                 worst_task=c.task,
+                kl=_figure(data.comparison(arm, c.task, longest, "kl")),
                 answer_nll=loss_text(c),
                 exact_match=loss_text(data.comparison(arm, c.task, longest, "exact_match"), room),
                 per_doubling=f"{rate.loss_per_doubling:.3g}" if rate.loss_per_doubling is not None else "–",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from kveval.capacity import GIB, ExchangeRate, Sessions, format_tokens
 from kveval.report.model import ReportData
-from kveval.report.rows import CellRow, Loss, cell_rows
+from kveval.report.rows import UNDECIDABLE, CellRow, Loss, cell_rows, few_clusters
 from kveval.stats import Comparison
 
 __all__ = [
@@ -40,24 +41,52 @@ def terminal_report(data: ReportData, *, limit: int = 12) -> RenderableType:
     rows = [row for row in cell_rows(data) if row.role == "scheme"]
     parts: list[RenderableType] = [Text(data.headline, style=TONE_STYLES[data.tone])]
     parts += [Text(problem, style="yellow") for problem in data.problems]
-    parts += [Text(), _cells_table(rows[:limit])]
+    parts += [Text(), CellsTable(tuple(rows[:limit]))]
     if len(rows) > limit:
         parts.append(Text(f"{len(rows) - limit} more cells are in report.html.", style="dim"))
-    return Group(*parts, Text(), *(Text(sentence) for sentence in data.key_sentences))
+    few = few_clusters(data.ranked("answer_nll"))
+    parts += [Text(), Text(few, style="yellow")] if few else []
+    return Group(*parts, Text(), *(Text(f"{sentence}.") for sentence in data.key_sentences))
 
 
-def _cells_table(rows: Sequence[CellRow]) -> Table:
-    table = _table("Loss against the baseline, worst first", "format", "task", "context")
-    for name in ("answer NLL (nats/token)", "exact match (points)", "samples"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        losses = (_coloured(row.answer_nll), _coloured(row.exact_match))
-        table.add_row(row.scheme, row.task, row.context, *losses, row.n)
-    return table
+@dataclass(frozen=True)
+class CellsTable:
+    """Cells, worst first, with as many columns as fit without a line break."""
+
+    rows: tuple[CellRow, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The first of the tables, from all columns to the fewest, that fits the width."""
+        for columns in (
+            ("KL", "answer NLL", "exact match", "samples"),
+            ("KL", "answer NLL", "exact match"),
+            ("KL", "answer NLL"),
+        ):
+            table = self._table(columns)
+            if Measurement.get(console, options, table).maximum <= options.max_width:
+                break
+        yield table
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = _table("Against the baseline, largest loss in answer NLL first", "format", "task", "at")
+        units = {"KL": "nats/token", "answer NLL": "nats/token", "exact match": "points"}
+        for name in columns:
+            unit = f"\n({units[name]})" if name in units else ""
+            table.add_column(f"{name}{unit}", justify="right", no_wrap=True)
+        for row in self.rows:
+            cells = {
+                "KL": Text(row.kl),
+                "answer NLL": _coloured(row.answer_nll),
+                "exact match": _coloured(row.exact_match, {UNDECIDABLE: "undecidable"}),
+                "samples": Text(row.n),
+            }
+            table.add_row(row.scheme, row.task, row.context, *(cells[name] for name in columns))
+        return table
 
 
-def _coloured(loss: Loss) -> Text:
-    return Text(loss.text, style={"worse": "red", "better": "green"}.get(loss.clear, "dim"))
+def _coloured(loss: Loss, short: Mapping[str, str] | None = None) -> Text:
+    text = (short or {}).get(loss.text, loss.text)
+    return Text(text, style={"worse": "red", "better": "green"}.get(loss.clear, "dim"))
 
 
 def report_json(data: ReportData) -> dict[str, Any]:
