@@ -437,9 +437,10 @@ def format_loss(loss: LossEstimate, metric: Metric, *, task: str = "") -> str:
 def format_interval(value: float, low: float, high: float) -> str:
     """An interval as "0.40 ± 0.30", or as "0.40 (0.05 to 0.90)" when it is lopsided."""
     digits, half = interval_decimals(high - low), (high - low) / 2
+    shown = round(value, digits) + 0.0  # never "-0.00"
     if abs((high - value) - half) <= 0.05 * half:
-        return f"{value:.{digits}f} ± {half:.{digits}f}"
-    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+        return f"{shown:.{digits}f} ± {half:.{digits}f}"
+    return f"{shown:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def interval_decimals(width: float) -> int:

@@ -34,6 +34,7 @@ __all__ = [
     "Estimate",
     "compare",
     "competence",
+    "few_clusters_note",
     "get_metric",
     "holm",
     "mean_estimate",
@@ -275,6 +276,11 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
     return tuple(adjusted)
 
 
+def few_clusters_note(clusters: int) -> str:
+    """The note on an interval over fewer than `MIN_CLUSTERS` clusters."""
+    return f"only {clusters} clusters: intervals are approximate below about {MIN_CLUSTERS}"
+
+
 def _is_fraction(metric: Metric) -> bool:
     return metric.unit == "fraction"
 
@@ -398,7 +404,7 @@ def _notes(pairs: _Pairs, fit: LossDistribution | None, metric: Metric, confiden
         notes.append(f"there is only {what}, so the spread, and any bound, is undefined")
         return tuple(notes)
     if groups < MIN_CLUSTERS:
-        notes.append(f"only {groups} clusters; intervals are trusted from about {MIN_CLUSTERS}")
+        notes.append(few_clusters_note(groups))
     if fit.kind == "point":
         notes.append(f"all {len(pairs.loss)} differences are {fit.value:g}; the spread can't be estimated")
     elif fit.kind == "score" and not pairs.loss.any():

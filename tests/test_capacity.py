@@ -308,3 +308,8 @@ class TestExchangeRate:
 
     def test_tokens(self):
         assert [format_tokens(n) for n in (512, 2048, 131_072, 100_000)] == ["512", "2k", "128k", "100,000"]
+
+
+def test_an_interval_never_shows_a_negative_zero():
+    assert format_interval(-0.0001, -0.02, 0.02) == "0.000 ± 0.020"
+    assert format_interval(-0.04, -0.05, -0.03) == "-0.040 ± 0.010"

@@ -7,6 +7,7 @@ from report_records import make_config, make_data, make_records
 
 from kveval.gate import decide
 from kveval.report.html import render_html, write_report
+from kveval.report.plots import all_plots
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,17 @@ def test_the_verdict_comes_first(data):
     assert body.index(data.headline) < body.index("The exchange at 1k tokens")
     assert "NVIDIA H100 SXM 80 GB (79.6 GiB as its driver reports)" in page
     assert "bf16: 3,250" in page
+    assert page.count("Intervals rest on 6 clusters of samples") == 2  # under the headline and with the gate
+    assert "intervals are trusted" not in page
+
+
+def test_the_headline_plot_is_kl_and_what_is_not_drawn_is_said():
+    records = make_records(samples=3, lengths=(512,), schemes=("k8v4",))
+    data = make_data(records, make_config(schemes=["k8v4"], context_lengths=[512], gate=None))
+    page = render_html(data, [(plot, b"<svg/>") for plot in all_plots(data)])
+    figures = re.findall(r'<figure id="([^"]+)"', page)
+    assert figures[:2] == ["degradation_kl", "degradation"]
+    assert "Exact match is not drawn: in no cell" in page
 
 
 def test_what_users_write_is_escaped(data):

@@ -9,9 +9,9 @@ from report_records import ENV, make_config, make_data, make_plan, make_records
 from kveval.controls import ControlResult
 from kveval.errors import StoreError
 from kveval.gate import decide
-from kveval.report.cells import DEPTH_BUCKETS, Arm, arms_of, needles_of, storage_of, timings_of
+from kveval.report.cells import DEPTH_BUCKETS, Arm, arms_of, needles_of, storage_of, timings_of, undecidable
 from kveval.report.model import build_report
-from kveval.report.rows import cell_rows, loss_text, summary_rows
+from kveval.report.rows import Loss, cell_rows, few_clusters, gate_notes, loss_text, summary_rows
 from kveval.stats import compare
 
 
@@ -179,3 +179,38 @@ class TestRows:
         c = compare(one, scheme="k8v4", metric="answer_nll", task="perplexity", context_length=512)
         assert loss_text(c).text.endswith("(no interval)")
         assert loss_text(None).text == "–"
+
+    def test_an_interval_wider_than_50_points_decides_nothing(self, records):
+        few = records[records["sample_index"].isin((0, 1))]
+        about = {"scheme": "k8v4", "task": "passkey_chain", "context_length": 512}
+        wide = compare(few, metric="exact_match", **about)
+        assert undecidable(wide)
+        assert loss_text(wide) == Loss("undecidable at this n", "")
+        assert not undecidable(compare(records, metric="exact_match", **about))
+        assert not undecidable(compare(few, metric="answer_nll", **about))  # not a fraction: no such bound
+
+    def test_answers_are_not_counted_where_there_are_none(self, records, config):
+        silent = records.copy()
+        silent.loc[silent["task"] == "perplexity", "exact_match"] = math.nan
+        row = next(r for r in cell_rows(make_data(silent, config)) if r.task == "perplexity")
+        assert (row.exact_match.text, row.flips) == ("–", "–")
+
+    def test_few_clusters_are_one_sentence(self, data):
+        assert few_clusters(data.ranked("answer_nll")) == (
+            "Intervals rest on 6 to 24 clusters of samples (the samples of one document or haystack are one cluster). "
+            "They can be relied on from about 40 clusters on: take more samples before deciding on these figures."
+        )
+        assert few_clusters([]) == ""
+
+    def test_notes_of_the_gate_are_sentences(self, data):
+        notes = gate_notes(data.verdict)
+        assert notes[0] == "Not tested beyond 2,048 tokens."
+        assert notes[-1].startswith("Intervals rest on 6 to 24 clusters of samples")
+        assert not any("; intervals are trusted" in note for note in notes)
+        assert all(note[0].isupper() and note.endswith(".") for note in notes)
+
+
+def test_a_task_has_the_lengths_that_it_ran_at(records, config):
+    some = records[(records["task"] != "perplexity") | (records["context_length"] == 2048)]
+    data = make_data(some, config)
+    assert [data.lengths_of(t) for t in ("niah_multikey", "perplexity", "none")] == [(512, 2048), (2048,), ()]

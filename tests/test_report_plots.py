@@ -6,14 +6,24 @@ import pytest
 from report_records import EFFECT, make_config, make_data, make_records
 
 from kveval.report.cells import Arm
-from kveval.report.figure import COLOURS, linear_below, render, spread, style_of, write_plot
+from kveval.report.exchange import exchange_plot, frontier
+from kveval.report.figure import (
+    COLOURS,
+    LossScale,
+    dodge,
+    linear_below,
+    loss_scale,
+    render,
+    spread,
+    style_of,
+    wrapped,
+    write_plot,
+)
 from kveval.report.heatmaps import matrix_plot, needle_plot
 from kveval.report.plots import (
     all_plots,
     decode_plot,
     degradation_plot,
-    exchange_plot,
-    frontier,
     quality_plot,
 )
 from kveval.stats import Estimate
@@ -45,6 +55,7 @@ def legend_of(plot) -> list[str]:
 def test_every_plot_that_the_data_allow(data):
     names = [plot.name for plot in all_plots(data)]
     assert names == [
+        "degradation_kl",
         *("degradation", "exchange", "matrix"),
         *("degradation_exact_match", "exchange_exact_match", "matrix_exact_match"),
         "needles_niah_multikey",
@@ -55,7 +66,7 @@ def test_every_plot_that_the_data_allow(data):
 
 def test_degradation_draws_what_its_csv_says(data):
     plot = degradation_plot(data, "answer_nll")
-    assert [a.get_title() for a in plot.figure.axes] == ["niah_multikey", "passkey_chain", "perplexity"]
+    assert [a.get_title("left") for a in plot.figure.axes] == ["niah_multikey", "passkey_chain", "perplexity"]
     frame = plot.data
     assert len(frame) == 3 * 2 * 4  # tasks, lengths, arms but the baseline
     row = frame[(frame.scheme == "mxfp4") & (frame.task == "perplexity") & (frame.context_length == 2048)].iloc[0]
@@ -69,14 +80,76 @@ def test_degradation_draws_what_its_csv_says(data):
 
 def test_crush_is_told_and_not_drawn(data):
     axes = degradation_plot(data, "answer_nll").figure.axes[0]
-    assert axes.texts[0].get_text().startswith("crush (control), not drawn:\n")
+    assert axes.texts[0].get_text().startswith("crush, off scale: ")
     crush = data.comparison(Arm("crush", "crush"), "niah_multikey", 512, "answer_nll").loss.value
     assert axes.get_ylim()[1] < crush
 
 
+class TestKL:
+    def test_the_axis_is_logarithmic_and_holds_both_controls(self, data):
+        plot = degradation_plot(data, "kl")
+        assert plot.title == "KL from bf16 by context length (up is worse)"
+        aa = data.comparison(Arm("bf16 (A/A)", "aa"), "niah_multikey", 512, "kl").loss.value
+        crush = data.comparison(Arm("crush", "crush"), "niah_multikey", 2048, "kl").loss.value
+        for axes in plot.figure.axes:
+            assert axes.get_yscale() == "log"
+            low, high = axes.get_ylim()
+            assert 0 < low < aa < crush < high
+        drawn = [line.get_ydata()[0] for line in plot.figure.axes[0].get_lines()]
+        assert aa in drawn
+        assert legend_of(plot) == [*SCHEMES, "crush (control)", "bf16 against itself"]
+
+    def test_a_floor_of_zero_is_told(self):
+        records = make_records(samples=8, lengths=(512,), schemes=("k8v4",))
+        records.loc[records["role"] == "aa", "kl"] = 0.0
+        data = make_data(records, make_config(schemes=["k8v4"], context_lengths=[512], gate=None))
+        axes = degradation_plot(data, "kl").figure.axes[0]
+        assert [t.get_text() for t in axes.texts] == ["rounding: 0"]
+
+    def test_formats_that_move_nothing_have_no_logarithmic_plot(self):
+        records = make_records(samples=8, lengths=(512,), schemes=("k8v4",))
+        records.loc[records["role"] == "scheme", "kl"] = 0.0
+        data = make_data(records, make_config(schemes=["k8v4"], context_lengths=[512], gate=None))
+        assert "degradation_kl" not in [plot.name for plot in all_plots(data)]
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """passkey_chain ran at 512 only, perplexity at 2k only."""
+    records = make_records(samples=8, lengths=(512, 2048), schemes=("k8v4",))
+    skipped = ((records["task"] == "passkey_chain") & (records["context_length"] == 2048)) | (
+        (records["task"] == "perplexity") & (records["context_length"] == 512)
+    )
+    return make_data(records[~skipped], make_config(schemes=["k8v4"], context_lengths=[512, 2048], gate=None))
+
+
+class TestTasksOfDifferentLengths:
+    def test_ticks_only_where_the_task_ran(self, ragged):
+        panels = degradation_plot(ragged, "answer_nll").figure.axes
+        assert [list(axes.get_xticks()) for axes in panels] == [[512, 2048], [512], [2048]]
+
+    def test_no_empty_exchange_panels(self, ragged):
+        axes = exchange_plot(ragged, "answer_nll").figure.axes
+        assert [a.get_title().split(" (")[0] for a in axes] == ["512 tokens", "2k tokens", "512 tokens", "2k tokens"]
+        assert axes[1].get_title() == "2k tokens (bf16: 1,625 sessions)"
+        assert len({a.get_xlim() for a in axes}) == 1
+
+    def test_needles_have_only_their_lengths(self, ragged):
+        axes = needle_plot(ragged, "niah_multikey").figure.axes
+        assert [t.get_text() for t in axes[1].get_xticklabels()] == ["512", "2k"] * 2  # k8v4 and crush
+
+
+class TestUndecidable:
+    def test_a_metric_that_is_so_everywhere_is_not_drawn(self):
+        data = build(samples=3, lengths=(512,), schemes=("k8v4",), gate=None)
+        assert not data.decidable("exact_match")
+        assert data.decidable("answer_nll")
+        assert not [plot.name for plot in all_plots(data) if plot.name.endswith("exact_match")]
+
+
 def test_fractions_are_drawn_in_points_and_only_where_they_can_fall(data):
     plot = degradation_plot(data, "exact_match")
-    assert [a.get_title() for a in plot.figure.axes] == ["niah_multikey", "passkey_chain"]
+    assert [a.get_title("left") for a in plot.figure.axes] == ["niah_multikey", "passkey_chain"]
     loss = data.comparison(Arm("mxfp4", "scheme"), "niah_multikey", 2048, "exact_match").loss
     at = (plot.data.scheme == "mxfp4") & (plot.data.task == "niah_multikey") & (plot.data.context_length == 2048)
     assert plot.data[at].value.item() == 100 * loss.value
@@ -104,6 +177,9 @@ def test_quality_has_the_baseline_dashed(data):
 def test_exchange_has_sessions_and_loss(data):
     plot = exchange_plot(data, "answer_nll")
     assert len(plot.figure.axes) == 3 * 2
+    stars = [line for line in plot.figure.axes[1].get_lines() if line.get_marker() == "*"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in stars] == [(1.0, 0)]
+    assert "k8v4" in [t.get_text() for t in plot.figure.axes[1].texts]
     row = plot.data[(plot.data.scheme == "k8v4") & (plot.data.context_length == 2048)].iloc[0]
     assert (row.sessions, row.baseline_sessions) == (4001, 1625)
     assert row.loss_per_doubling == pytest.approx(row.loss / np.log2(row.bytes_gain))
@@ -130,11 +206,15 @@ def test_matrix_shows_every_cell(data):
 def test_needles_leave_out_what_was_not_measured():
     data = build(samples=2, lengths=(512,), schemes=("k8v4",), gate=None)
     plot = needle_plot(data, "niah_multikey")
-    texts = [t.get_text() for t in plot.figure.axes[0].texts]
-    assert len(texts) == 2
+    top, change = plot.figure.axes[:2]
+    assert len(top.images) == 3
+    assert len(change.images) == 2
+    squares = [t for t in top.texts if round(t.get_position()[0]) == 0]
+    assert len(squares) == 2
     assert set(plot.data.n) == {1}
-    image = plot.figure.axes[0].images[0].get_array()
+    image = top.images[0].get_array()
     assert mpl.colors.to_hex(image[4, 0]) == "#d9d9d9"
+    assert all(t.get_text() not in ("0", "+0") for t in change.texts)
 
 
 def test_the_axis_turns_logarithmic_where_real_formats_would_vanish(monkeypatch):
@@ -142,15 +222,63 @@ def test_the_axis_turns_logarithmic_where_real_formats_would_vanish(monkeypatch)
     data = build(samples=24)
     axes = degradation_plot(data, "answer_nll").figure.axes[0]
     assert axes.get_yscale() == "symlog"
-    assert "logarithmic from" in axes.get_ylabel()
+    assert "logarithmic from 0.1" in axes.get_ylabel()
+
+
+def test_a_logarithmic_panel_beside_a_linear_one_says_so():
+    records = make_records(samples=24, lengths=(512,), schemes=SCHEMES)
+    loud = (records["task"] == "perplexity") & (records["scheme"] == "mxfp4")
+    records.loc[loud, "answer_nll"] += 40.0
+    records.loc[(records["task"] == "perplexity") & (records["scheme"] == "k8v4"), "answer_nll"] += 0.1
+    data = make_data(records, make_config(schemes=list(SCHEMES), context_lengths=[512], gate=None))
+    first, _, last = degradation_plot(data, "answer_nll").figure.axes
+    assert (first.get_yscale(), last.get_yscale()) == ("linear", "symlog")
+    assert first.get_ylabel() == "0 = bf16; loss (nats/token)"
+    assert last.get_ylabel().startswith("logarithmic from ")
 
 
 def test_linear_below():
     assert linear_below([estimate(0.01, 0.005, 0.015), estimate(0.4, 0.3, 0.5)]) is None
-    assert linear_below([estimate(0.02, 0.01, 0.03), estimate(4.0, 3.0, 5.0)]) == 0.01
+    assert linear_below([estimate(0.02, 0.01, 0.03), estimate(4.0, 3.0, 5.0)]) == 0.1
+    assert linear_below([estimate(0.0002, 0.0001, 0.0003), estimate(0.04, 0.03, 0.05)], 100.0) == pytest.approx(0.1)
     noise = [estimate(0.0001, -0.01, 0.01), estimate(0.2, 0.1, 0.3)]
     assert linear_below(noise) is None  # what can't be told from zero needs no room of its own
     assert linear_below([Estimate(None, None, None, 0, 0, "", False)]) is None
+
+
+def test_intervals_wider_than_all_values_are_cut():
+    losses = [estimate(0.1, -5.0, 5.2), estimate(0.2, 0.1, 0.3)]
+    scale = loss_scale(losses, 1.0, None)
+    assert -0.2 < scale.low < 0.0
+    assert 0.3 < scale.high < 0.4
+    assert loss_scale(losses[1:], 1.0, None).high == pytest.approx(0.3 + 0.06 * 0.3)  # nothing to cut
+    cut = loss_scale(losses, 1.0, 0.0, shown=[1e-5])
+    assert cut == LossScale(pytest.approx(4e-6), pytest.approx(0.96), 0.0)
+
+
+def test_no_interval_leaves_the_drawing(data):
+    for plot in (degradation_plot(data, "answer_nll"), degradation_plot(data, "kl"), exchange_plot(data, "answer_nll")):
+        for axes in plot.figure.axes:
+            low, high = sorted(axes.get_ylim())
+            for bars in axes.collections:
+                ends = np.concatenate(bars.get_segments())[:, 1]
+                assert low <= ends.min()
+                assert ends.max() <= high
+
+
+def test_bars_stand_side_by_side():
+    shifts = [dodge(i, 3, (512, 1024)) for i in range(3)]
+    assert shifts[1] == 1.0
+    assert shifts[0] * shifts[2] == pytest.approx(1.0)
+    assert 512 * shifts[2] < 1024 * shifts[0]
+    crowd = [dodge(i, 40, (512, 1024)) for i in (0, 39)]
+    assert 512 * crowd[1] < 1024 * crowd[0]
+
+
+def test_names_break_after_underscores():
+    assert wrapped("int8_per_token_head") == "int8_per_\ntoken_head"
+    assert wrapped("k8v4") == "k8v4"
+    assert wrapped("a_very-long_name_of_mine", 8).replace("\n", "") == "a_very-long_name_of_mine"
 
 
 def test_one_length_one_sample_still_draws():

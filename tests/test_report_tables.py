@@ -9,6 +9,7 @@ from rich.console import Console
 from kveval.capacity import Budget, get_gpu, sessions_table
 from kveval.formats.spec import get_scheme
 from kveval.geometry import LayerGeometry
+from kveval.report.cells import Arm
 from kveval.report.tables import (
     capacity_json,
     capacity_table,
@@ -46,10 +47,40 @@ def sessions():
 def test_the_worst_cell_is_on_top(data):
     lines = printed(terminal_report(data, limit=3)).splitlines()
     assert lines[0] == data.headline
-    table = lines.index("Loss against the baseline, worst first".ljust(len(lines[2])))
+    assert lines[2].startswith("Against the baseline, largest loss in answer NLL first")
     worst = data.ranked("answer_nll")[0]
-    assert lines[table + 2].split()[:2] == [worst.scheme, worst.task]
+    kl = data.comparison(Arm(worst.scheme, "scheme"), worst.task, worst.context_length, "kl")
+    assert lines[5].split()[:2] == [worst.scheme, worst.task]
+    assert lines[5].split()[3] == f"{kl.loss.value:.3g}"
     assert "9 more cells are in report.html." in "\n".join(lines)
+
+
+def test_verdict_then_cells_then_the_exchange(data):
+    text = printed(terminal_report(data))
+    assert text.index(data.headline) < text.index("largest loss") < text.index(data.sentences[0][:30])
+
+
+def test_columns_that_do_not_fit_are_left_out(data):
+    widths = {}
+    for width in (80, 66, 54):
+        lines = printed(terminal_report(data, limit=3), width=width).splitlines()
+        assert all(len(line) <= width for line in lines)
+        at = next(i for i, line in enumerate(lines) if line.startswith("format"))
+        widths[width] = [n for n in ("KL", "answer NLL", "exact match", "samples") if n in lines[at]]
+        rows = lines[at + 1 : at + 4]
+        assert [row.split()[0] for row in rows] == [c.scheme for c in data.ranked("answer_nll")[:3]]  # none is broken
+        assert [row.split()[1] for row in rows] == [c.task for c in data.ranked("answer_nll")[:3]]
+    assert widths == {
+        80: ["KL", "answer NLL", "exact match", "samples"],
+        66: ["KL", "answer NLL", "exact match"],
+        54: ["KL", "answer NLL"],
+    }
+
+
+def test_few_clusters_are_told(data):
+    text = printed(terminal_report(data), width=400)
+    assert "Intervals rest on 3 to 12 clusters of samples" in text
+    assert "from about 40 clusters on: take more samples before deciding on these figures." in text
 
 
 def test_exchange_rates_are_in_words(data):

@@ -312,7 +312,7 @@ def render(plot: Plot, kind: Literal["svg", "png"]) -> bytes:
         else:
             figure.set_dpi(PNG_DPI)
             canvas = FigureCanvasAgg(figure)
-            canvas.print_png(buffer, metadata={"Software": None})
+            canvas.print_png(buffer, metadata={"Software": None}, pil_kwargs={"compress_level": 3})
     return buffer.getvalue()
 
 

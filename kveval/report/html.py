@@ -31,6 +31,8 @@ def write_report(run_dir: str | Path, data: ReportData) -> Path:
         The path of `report.html`.
     """
     run_dir = Path(run_dir)
+    for stale in (run_dir / "plots").glob("*.*"):
+        stale.unlink()
     drawn = [(plot, write_plot(plot, run_dir / "plots")) for plot in all_plots(data)]
     path = run_dir / "report.html"
     path.write_text(render_html(data, drawn), encoding="utf-8")
@@ -98,8 +100,9 @@ def _endpoints(data: ReportData) -> list[dict[str, str]]:
 
 
 def _not_drawn(data: ReportData) -> list[str]:
-    """Labels of the metrics whose losses have no plots because they are undecidable in every cell."""
-    return [METRICS[m].label for m in LOSS_METRICS if not data.decidable(m)]
+    """Labels of the metrics that have no plots because their losses are undecidable in every cell."""
+    able = {m for m in LOSS_METRICS if any(data.discriminates(m, task) for task in data.tasks)}
+    return [METRICS[m].label for m in LOSS_METRICS if m in able and not data.decidable(m)]
 
 
 def _facts(data: ReportData) -> list[tuple[str, str]]:

@@ -49,12 +49,11 @@ def all_plots(data: ReportData) -> list[Plot]:
     """Every plot that the data allow, in the order of the report: KL first, the most sensitive.
 
     A metric without any cell whose baseline leaves room to lose is not drawn: its plots would show "no loss"
-    where nothing could be lost. Nor is the loss of a metric that is undecidable in every cell.
+    where nothing could be lost. Nor is a metric whose loss is undecidable in every cell: what would be seen is noise.
     """
     plots = [degradation_plot(data, "kl")] if _has_distance(data, "kl") else []
-    metrics = [m for m in LOSS_METRICS if any(data.discriminates(m, task) for task in data.tasks)]
-    told = [m for m in metrics if data.decidable(m)]
-    plots += [make(data, m) for m in told for make in (degradation_plot, exchange_plot, matrix_plot)]
+    metrics = [m for m in LOSS_METRICS if data.decidable(m) and any(data.discriminates(m, task) for task in data.tasks)]
+    plots += [make(data, m) for m in metrics for make in (degradation_plot, exchange_plot, matrix_plot)]
     plots += [needle_plot(data, task) for task in dict.fromkeys(n.task for n in data.needles)]
     plots += [quality_plot(data, m) for m in metrics]
     if data.timings:
@@ -100,7 +99,10 @@ def degradation_plot(data: ReportData, metric: str) -> Plot:
             if not as_distance:
                 axes.axhline(0, color=BASELINE_COLOUR, linestyle="--", linewidth=1.2, zorder=1)
             scale.apply(axes)
-        panels[0].set_ylabel(_loss_label(data, metric, unit, scale.linear_below))
+            if axes is panels[0]:
+                axes.set_ylabel(_loss_label(data, metric, unit, scale.linear_below))
+            elif not as_distance and scale.linear_below is not None:
+                axes.set_ylabel(f"logarithmic from {scale.linear_below:g}", fontsize=8)
         legend(figure, data, baseline=not as_distance, extra=_controls(data, metric))
         text = caption(data, _how_to_read(data, metric), [c.loss for c in drawn if c.n_pairs])
         footnote(figure, text)
@@ -133,7 +135,7 @@ def _panels(data: ReportData, tasks: Sequence[str], title: str, *, sharey: bool 
     grid = figure.subplots(1, len(tasks), squeeze=False, sharey=sharey, width_ratios=widths)[0]
     for axes, task in zip(grid, tasks, strict=True):
         length_axis(axes, data.lengths_of(task))
-        axes.set_title(task, loc="left", fontweight="bold", pad=16)  # above what is told of crush
+        axes.set_title(task, loc="left", fontweight="bold")
     return figure, list(grid)
 
 
@@ -326,6 +328,7 @@ def _tell_crush(axes: Axes, series: Sequence[Comparison], metric: str) -> None:
     if known:
         low, high = f"{min(known):.2g}", f"{max(known):.2g}"
         text = f"crush, off scale: {low if low == high else f'{low} to {high}'}"
+        axes.set_title(axes.get_title("left"), loc="left", fontweight="bold", pad=16)
         axes.text(0, 1.03, text, transform=axes.transAxes, va="bottom", fontsize=7.5, color=MUTED)
 
 

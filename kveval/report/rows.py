@@ -10,7 +10,7 @@ from kveval.capacity import format_interval, format_tokens
 from kveval.records import METRICS
 from kveval.report.cells import undecidable
 from kveval.report.model import ReportData
-from kveval.stats import MIN_CLUSTERS, Comparison
+from kveval.stats import MIN_CLUSTERS, Comparison, few_clusters_note
 
 if TYPE_CHECKING:
     from kveval.gate import Verdict
@@ -116,7 +116,7 @@ def few_clusters(comparisons: Iterable[Comparison]) -> str:
 def gate_notes(verdict: Verdict) -> list[str]:
     """The verdict's notes as full sentences; those on few clusters become one for all endpoints."""
     judged = [end.comparison for end in verdict.endpoints if end.comparison is not None]
-    few = {note for c in judged for note in c.notes if note.endswith(f"from about {MIN_CLUSTERS}")}
+    few = {few_clusters_note(c.loss.n_clusters) for c in judged}
     notes = [n[0].upper() + n[1:] for n in verdict.notes if not any(n.endswith(f": {note}.") for note in few)]
     return [*notes, *filter(None, [few_clusters(judged)])]
 

@@ -63,16 +63,19 @@ class CellsTable:
             ("KL", "answer NLL"),
         ):
             table = self._table(columns)
-            if Measurement.get(console, options, table).maximum <= options.max_width:
+            if Measurement.get(console, options.update_width(1000), table).maximum <= options.max_width:
                 break
         yield table
 
     def _table(self, columns: Sequence[str]) -> Table:
-        table = _table("Against the baseline, largest loss in answer NLL first", "format", "task", "at")
-        units = {"KL": "nats/token", "answer NLL": "nats/token", "exact match": "points"}
+        title = "Against the baseline, largest loss in answer NLL first"
+        units = "KL and answer NLL in nats/token" + (", exact match in points" if "exact match" in columns else "")
+        table = _table(f"{title}\n{units}")
+        for name in ("format", "task"):
+            table.add_column(name, overflow="fold")  # a name that is cut off could be another's
+        table.add_column("at", no_wrap=True)
         for name in columns:
-            unit = f"\n({units[name]})" if name in units else ""
-            table.add_column(f"{name}{unit}", justify="right", no_wrap=True)
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             cells = {
                 "KL": Text(row.kl),
