@@ -108,8 +108,8 @@ class GateConfig(_Model):
 class ControlsConfig(_Model):
     """How the controls run.
 
-    `aa_chunk` is the prefill chunk of the A/A arm, in tokens; it must differ from the sweep's own, or the two arms
-    would round alike and show no noise floor.
+    `aa_chunk` is the prefill chunk of the A/A arm, in tokens; it must differ from the sweep's own. That arm also uses
+    torch's plain attention: two arms that round alike would show no noise floor.
     """
 
     aa_chunk: int = Field(default=384, ge=1)

@@ -6,11 +6,13 @@ import inspect
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kveval.attention import ATTENTION_PATH, cache_argument, use_packed_attention
 from kveval.backends.base import Effective, Output
@@ -47,6 +49,12 @@ class HFBackend:
         self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], *, decode_tokens: int = 0
     ) -> Iterator[Output]:
         """See `Backend.score`. The cache is built once, every sample is a branch that is cropped off again."""
+        with sdpa_kernel(SDPBackend.MATH) if arm.sdpa == "math" else nullcontext():
+            yield from self._score(cluster, arm, baseline, decode_tokens)
+
+    def _score(
+        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], decode_tokens: int
+    ) -> Iterator[Output]:
         plan = plan_prefill([s.prompt_ids for s in cluster])
         cache = self.new_cache(arm)
         in_order = sorted(range(len(cluster)), key=lambda i: plan.branches[i])
@@ -105,11 +113,11 @@ class HFBackend:
         log_probs = log_probabilities(logits)
         score = score_answer(log_probs, torch.tensor(sample.answer_ids, device=log_probs.device), baseline)
         score_s = self._now() - start
-        effective = self._effective(cache, read_before, fed=len(fed))
+        effective = self._effective(cache, arm, read_before, fed=len(fed))
         cache.crop_to(stem)
         return Output(sample.id, score, effective, prefill_s, score_s, None, log_probs)
 
-    def _effective(self, cache: QuantizedCache, read_before: int, *, fed: int) -> Effective:
+    def _effective(self, cache: QuantizedCache, arm: Arm, read_before: int, *, fed: int) -> Effective:
         """What the scoring forward over the last `fed` tokens did; refused unless it read every layer's bytes."""
         tokens, reads = cache.get_seq_length(), cache.tokens_read() - read_before
         attended = tokens if cache.reads == "stored" else tokens - fed
@@ -123,7 +131,7 @@ class HFBackend:
         if stored.stored != billed:
             raise MeasurementError(f"the live cache holds {stored.stored} bytes, but {billed} are billed.")
         return Effective(
-            attention_path=ATTENTION_PATH,
+            attention_path=ATTENTION_PATH + (" (math)" if arm.sdpa == "math" else ""),
             compute_dtype=str(self._model.dtype).removeprefix("torch."),
             cache_tokens=tokens,
             packed_reads=reads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -317,3 +318,12 @@ class TestRefusals:
             HFBackend(SimpleNamespace(model=AllLogits(), device=torch.device("cpu")))
         with pytest.raises(UnsupportedError, match="NoCache's forward takes no cache"):
             HFBackend(SimpleNamespace(model=NoCache(), device=torch.device("cpu")))
+
+
+def test_the_aa_control_rounds_differently_and_says_so(backend: HFBackend) -> None:
+    """With the same chunks, the plain attention alone moves the logits, and only by rounding."""
+    fused = score(backend, haystack(), arm())
+    plain = score(backend, haystack(), replace(arm(), sdpa="math"))
+    assert {o.effective.attention_path for o in plain} == {"dequantize + torch sdpa (math)"}
+    gaps = [(a.log_probs - b.log_probs).abs().max().item() for a, b in zip(fused, plain, strict=True)]
+    assert 0 < max(gaps) < 1e-4
