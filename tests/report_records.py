@@ -108,7 +108,7 @@ def _row(rng: np.random.Generator, task: str, length: int, index: int, scheme: s
         billed_bytes=int(per_token * length),
         cache_tokens=length,
         packed_reads=30,
-        attention_path="packed reference",
+        attention_path="dequantize + torch sdpa",
         prefill_chunk=384 if scheme == "bf16 (A/A)" else 2048,
         reads="stored",
         compute_dtype="float32",

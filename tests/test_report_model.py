@@ -67,7 +67,13 @@ def test_headline_and_key_sentence_are_the_gates(data):
     assert data.tone == "good"
     assert data.key_sentences == data.sentences[:1]
     assert data.sentences[0].startswith("k8v4 at 2k tokens: 4,001 sessions instead of 1,625 (2.5x); costs")
-    assert "decode" not in data.sentences[0]  # the CPU's times say nothing about a GPU
+    assert "decode" not in data.sentences[0]  # the reference path's times say nothing about serving
+
+
+def test_a_gpu_alone_makes_no_decode_claim(records):
+    data = make_data(records, make_config(schemes=["k8v4", "mxfp4"], gate=None), device="cuda")
+    assert not data.by_kernels
+    assert not any("decode" in s for s in data.sentences)
 
 
 def test_each_sentence_is_of_the_task_that_hurts_most(data):
@@ -78,7 +84,7 @@ def test_each_sentence_is_of_the_task_that_hurts_most(data):
 
 def test_without_a_gate_nothing_is_decided(records):
     config = make_config(schemes=["k8v4", "mxfp4"], gate=None)
-    data = make_data(records, config, device="cuda")
+    data = make_data(records.assign(attention_path="packed kernel"), config, device="cuda")
     assert data.headline == "No gate was declared: measurements up to 2k tokens, no verdict."
     assert (data.tone, data.gate_scheme, data.margins, data.confidence) == ("plain", None, {}, 0.95)
     assert data.key_sentences == data.sentences

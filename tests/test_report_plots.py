@@ -190,10 +190,10 @@ def test_frontier():
     assert frontier(points) == [(10.0, 0.0), (30.0, 0.05), (40.0, 0.5)]
 
 
-def test_decode_says_when_it_is_not_a_gpu(data):
+def test_decode_says_when_it_is_not_serving_speed(data):
     plot = decode_plot(data)
-    assert plot.title == "Decode time per token on the CPU reference path"
-    assert plot.caption.startswith("Not GPU speed")
+    assert plot.title == "Decode time per token on the reference path"
+    assert plot.caption.startswith("Not serving speed")
     assert len(plot.data) == 2 * 5
 
 

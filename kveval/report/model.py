@@ -55,7 +55,8 @@ class ReportData:
         exchange: Per scheme, task, length and metric of `LOSS_METRICS`.
         competence: (task, length, metric) -> "ok", "floor" or "ceiling".
         margins: (metric, task, length) -> margin that the gate declared for `gate_scheme`.
-        on_gpu: Whether times are those of a GPU (else of the CPU reference path).
+        by_kernels: Whether times are those of kernels that read packed bytes (else of the reference path, which
+            unpacks with plain PyTorch and whose times say nothing about serving).
         problems: Sentences about what is missing or errored; empty when all is there.
     """
 
@@ -80,7 +81,7 @@ class ReportData:
     margins: Mapping[tuple[str, str, int], float]
     verdict: Verdict | None
     controls: tuple[ControlResult, ...]
-    on_gpu: bool
+    by_kernels: bool
     problems: tuple[str, ...]
     config: Mapping[str, Any]
     env: Mapping[str, Any]
@@ -159,7 +160,7 @@ def build_report(
     lengths = tuple(sorted(int(n) for n in records["context_length"].unique()))
     means, comparisons, rooms = estimate_cells(records, arms, tasks, lengths, confidence)
     timings = timings_of(records, arms, lengths)
-    on_gpu = plan["model"]["device"] == "cuda"
+    by_kernels = _by_kernels(records)
     data = ReportData(
         name=config["name"],
         headline="",
@@ -172,7 +173,7 @@ def build_report(
         confidence=confidence,
         means=means,
         comparisons=comparisons,
-        exchange=_exchange(comparisons, sessions, config["baseline"], timings if on_gpu else ()),
+        exchange=_exchange(comparisons, sessions, config["baseline"], timings if by_kernels else ()),
         competence=rooms,
         needles=needles_of(records, arms),
         timings=timings,
@@ -182,13 +183,19 @@ def build_report(
         margins={(e["metric"], e["task"], e["context_length"]): e["margin"] for e in gate["endpoints"]} if gate else {},
         verdict=verdict,
         controls=tuple(controls),
-        on_gpu=on_gpu,
+        by_kernels=by_kernels,
         problems=_problems(records, comparisons),
         config=config,
         env=env or {},
     )
     headline, tone = _headline(data)
     return replace(data, headline=headline, tone=tone, sentences=_sentences(data))
+
+
+def _by_kernels(records: pd.DataFrame) -> bool:
+    """Whether every sample was attended to by a kernel rather than through unpacked tensors."""
+    paths = records["attention_path"].dropna()
+    return not paths.empty and not paths.str.startswith("dequantize").any()
 
 
 def _in_order(column: pd.Series[Any], listed: Iterable[str]) -> tuple[str, ...]:

@@ -215,8 +215,8 @@ def quality_plot(data: ReportData, metric: str) -> Plot:
 
 def decode_plot(data: ReportData) -> Plot:
     """Time per decoded token by context length, in milliseconds."""
-    where = "on the GPU" if data.on_gpu else "on the CPU reference path"
-    title = f"Decode time per token {where}"
+    where = "" if data.by_kernels else " on the reference path"
+    title = f"Decode time per token{where}"
     with styled():
         figure = new_figure(6.6, 3.9, title)
         axes = figure.subplots()
@@ -236,7 +236,7 @@ def decode_plot(data: ReportData) -> Plot:
         length_axis(axes, data.context_lengths)
         axes.set_ylabel("milliseconds per token")
         legend(figure, data)
-        note = "" if data.on_gpu else "Not GPU speed: formats are unpacked in plain PyTorch here. "
+        note = "" if data.by_kernels else "Not serving speed: formats are unpacked in plain PyTorch here. "
         counts = [t.n for t in data.timings]
         over = f"Median and quartiles over {spread(counts)} samples of all tasks."
         text = caption(data, f"{note}{over if max(counts) > 1 else 'One sample per point: no spread is known.'}")
