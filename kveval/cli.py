@@ -47,7 +47,11 @@ def init(
 
     if path.exists():
         raise KvevalError(f"{path} exists already.", remedy="Give another path, or delete it first.")
-    path.write_text((content_dir("configs") / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    text = (content_dir("configs") / "quickstart.yaml").read_text(encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvevalError(f"can't write {path}: {error.strerror}.", remedy="Give another path.") from error
     _say(f"Wrote {path}. Next: kveval plan {path}")
 
 
@@ -114,6 +118,7 @@ def gate(
     """Hold a run against its declared gate; write gate.json, junit.xml and summary.md; exit with its code."""
     from kveval.config import load_config
     from kveval.evaluate import evaluate
+    from kveval.files import writing
     from kveval.report.ci import gate_dict, gate_text, write_gate_files
 
     other = load_config(config).gate if config else None
@@ -125,7 +130,8 @@ def gate(
             f"{path} was run without a gate.",
             remedy="Give one with --config and --post-hoc, or declare one and run the sweep again.",
         )
-    write_gate_files(verdict, path)
+    with writing(path):
+        write_gate_files(verdict, path)
     _annotate(verdict)
     if as_json:
         _print_json(gate_dict(verdict))
@@ -140,8 +146,8 @@ def capacity(
     gpu: Annotated[str, typer.Option(help="A GPU of the table, or a size such as 80gb or 80gib.")] = "h100-80gb",
     context: Annotated[list[str] | None, typer.Option(help="Context length in tokens (4096, 4k); repeatable.")] = None,
     schemes: Annotated[list[str] | None, typer.Option("--scheme", help="Scheme to count; repeatable.")] = None,
-    reserve: Annotated[float, typer.Option(help="Fraction of the GPU's memory left free.")] = 0.1,
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs in the group.")] = 1,
+    reserve: Annotated[float, typer.Option(min=0.0, max=0.99, help="Fraction of the GPU's memory left free.")] = 0.1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs in the group.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Count sessions per GPU for each scheme and context length. Needs no GPU."""
@@ -270,10 +276,12 @@ def _load(config: Path, overrides: list[str] | None, name: str | None) -> SweepC
 
 def _report(path: Path) -> Evaluation:
     from kveval.evaluate import evaluate
+    from kveval.files import writing
     from kveval.report.html import write_report
 
     evaluation = evaluate(path)
-    write_report(path, evaluation.report)
+    with writing(path):
+        write_report(path, evaluation.report)
     return evaluation
 
 
@@ -289,11 +297,13 @@ def _show(evaluation: Evaluation, *, as_json: bool) -> None:
 
 def _finish(path: Path, *, as_json: bool) -> None:
     """After a sweep: report, gate files, exit code."""
+    from kveval.files import writing
     from kveval.report.ci import write_gate_files
 
     evaluation = _report(path)
     if evaluation.verdict is not None:
-        write_gate_files(evaluation.verdict, path)
+        with writing(path):
+            write_gate_files(evaluation.verdict, path)
         _annotate(evaluation.verdict)
     _show(evaluation, as_json=as_json)
     raise typer.Exit(_exit_code(evaluation))
@@ -303,9 +313,11 @@ def _exit_code(evaluation: Evaluation) -> int:
     """The gate's code; without a gate, whether anything was measured and no control failed."""
     if evaluation.verdict is not None:
         return evaluation.verdict.exit_code
-    if bool((evaluation.records["status"] != "ok").any()):
-        return ExitCode.INCOMPLETE
-    return ExitCode.INVALID if any(c.blocks for c in evaluation.controls) else ExitCode.PASS
+    failed = {c.severity for c in evaluation.controls if c.blocks}
+    if "invalid" in failed:
+        return ExitCode.INVALID
+    unmeasured = bool((evaluation.records["status"] != "ok").any())
+    return ExitCode.INCOMPLETE if failed or unmeasured else ExitCode.PASS
 
 
 def _annotate(verdict: Verdict) -> None:

@@ -73,7 +73,10 @@ class TaskConfig(_Model):
             return data
         own = {k: v for k, v in data.items() if k in cls.model_fields and k != "params"}
         rest = {k: v for k, v in data.items() if k not in cls.model_fields}
-        return {"label": data.get("name"), **own, "params": {**data.get("params", {}), **rest}}
+        params = data.get("params", {})
+        if not isinstance(params, dict):
+            raise ValueError("params is a mapping of the task's own keys; write them beside `name`")
+        return {"label": data.get("name"), **own, "params": {**params, **rest}}
 
 
 class CapacityConfig(_Model):
@@ -145,7 +148,7 @@ class SweepConfig(_Model):
     def _is_consistent(self) -> Self:
         _refuse_repeats("scheme", [s.name for s in self.schemes])
         _refuse_repeats("task label", [t.label for t in self.tasks])
-        for reserved in ("crush", self.baseline):
+        for reserved in ("crush", self.baseline, f"{self.baseline} (A/A)"):
             if any(s.name == reserved for s in self.schemes):
                 raise ValueError(f"{reserved} runs in every sweep by itself; take it out of `schemes`")
         if self.controls.aa_chunk == self.prefill_chunk:
@@ -158,9 +161,14 @@ class SweepConfig(_Model):
         if gate.scheme not in {s.name for s in self.schemes}:
             raise UnknownNameError("gate scheme", gate.scheme, [s.name for s in self.schemes])
         tasks = {t.label: t for t in self.tasks}
+        _refuse_repeats("gate endpoint", [f"{e.metric} on {e.task} at {e.context_length}" for e in gate.endpoints])
         for end in gate.endpoints:
             if end.metric not in METRICS:
                 raise UnknownNameError("metric", end.metric, METRICS)
+            if METRICS[end.metric].unit == "fraction" and end.margin >= 1:
+                raise ValueError(
+                    f"the margin of {end.metric} is a fraction: write 0.05 for 5 points, not {end.margin:g}"
+                )
             if end.task not in tasks:
                 raise UnknownNameError("gate task", end.task, tasks)
             lengths = self.lengths_of(tasks[end.task])
@@ -250,8 +258,7 @@ def _override(source: Located, text: str) -> None:
     *parents, last = key.split(".")
     at = source.data
     for part in parents:
-        at = at[int(part)] if isinstance(at, list) and part.isdigit() and int(part) < len(at) else at
-        at = at.setdefault(part, {}) if isinstance(at, dict) else at
+        at = at[_item(at, part, text)] if isinstance(at, list) else at.setdefault(part, {})
         if not isinstance(at, (dict, list)):
             raise ConfigError(f"--set {text!r}: {part!r} is a value, not a mapping.", remedy="Name a key in it.")
     try:
@@ -259,11 +266,15 @@ def _override(source: Located, text: str) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {text!r}: the value is not YAML: {error}", remedy="Quote it.") from error
     if isinstance(at, list):
-        if not last.isdigit() or int(last) >= len(at):
-            raise ConfigError(f"--set {text!r}: the list has items 0 to {len(at) - 1}.", remedy="Use one of these.")
-        at[int(last)] = parsed
+        at[_item(at, last, text)] = parsed
     else:
         at[last] = parsed
+
+
+def _item(at: list[Any], part: str, text: str) -> int:
+    if not part.isdigit() or int(part) >= len(at):
+        raise ConfigError(f"--set {text!r}: the list has items 0 to {len(at) - 1}.", remedy="Use one of these.")
+    return int(part)
 
 
 def _find(source: Located, name: str) -> str:

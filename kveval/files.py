@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kveval.errors import StoreError
 
-__all__ = ["read_json", "sha256", "temporary", "to_json", "unwritable", "write_atomic"]
+__all__ = ["read_json", "sha256", "temporary", "to_json", "unwritable", "write_atomic", "writing"]
 
 
 def read_json(file: Path, *, remedy: str) -> dict[str, Any]:
@@ -52,6 +53,15 @@ def write_atomic(file: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns a disk's refusal into a StoreError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def unwritable(path: Path, error: OSError) -> StoreError:

@@ -54,6 +54,7 @@ class ModelInfo:
         revision: Commit hash of a hub model, otherwise None.
         source: Where it came from.
         weights_digest: Digest of the sha256 of each weight file; the commit hash for a hub model.
+        config_digest: Digest of config.json: rope, norms, scales, everything that is not a weight.
         template_digest: Digest of the chat template in use, or "none".
         tokenizer_digest: Digest of the tokenizer's vocabulary and rules.
         max_context: Positions that the model was made for, in tokens; None if the config names none.
@@ -68,6 +69,7 @@ class ModelInfo:
     revision: str | None
     source: ModelSource
     weights_digest: str
+    config_digest: str
     template_digest: str
     tokenizer_digest: str
     max_context: int | None

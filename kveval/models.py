@@ -8,6 +8,7 @@ transformers; `describe` and `load` do.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -236,6 +237,14 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _config_digest(folder: Path) -> str:
+    """Digest of the file as it stands, without the keys that only say who wrote it."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return digest(
+        "model-config", {k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")}
+    )
+
+
 def _describe(
     model: ModelSpec,
     resolved: ResolvedModel,
@@ -262,6 +271,7 @@ def _describe(
         revision=revision,
         source=resolved.kind,
         weights_digest=weights_digest,
+        config_digest=_config_digest(folder),
         template_digest=digest("chat-template", template) if uses_template else "none",
         tokenizer_digest=_tokenizer_digest(tokenizer),
         max_context=_max_context(text),

@@ -175,6 +175,7 @@ def _refuse_twins(cells: Iterable[Cell]) -> None:
 MODEL_IDENTITY = (
     "revision",
     "weights_digest",
+    "config_digest",
     "tokenizer_digest",
     "template_digest",
     "compute_dtype",
@@ -197,5 +198,6 @@ def _cell_identity(
         "role": arm.role,
         "reads": arm.reads,
         "prefill_chunk": arm.prefill_chunk,
+        "baseline_prefill_chunk": config.prefill_chunk,
         "sdpa": arm.sdpa,
     }

@@ -138,6 +138,14 @@ def assess(
     needed = max(math.ceil(pairs * effect), least_samples)
     n_effective = n_samples / effect
     detectable = max(detectable_margin(n_effective, variance, confidence=confidence, power=power), floor)
+    if metric.family != "binary" and n_clusters >= 2:
+        # The gate's own bound is Student's t over clusters; with few of them it is far wider than the normal's.
+        detectable *= _t_sum(confidence, power, n_clusters) / _z_sum(confidence, power)
+        sd_effective = math.sqrt(variance * effect)
+        while _t_sum(confidence, power, max(2, needed * n_clusters // n_samples)) * sd_effective > (
+            endpoint.margin * math.sqrt(needed)
+        ):
+            needed += 1
     decidable = n_samples >= needed and n_clusters >= 2
     text = _text(endpoint, n_samples, n_clusters, needed, detectable, decidable, spread)
     return PowerAssessment(n_samples, n_clusters, n_effective, needed, detectable, decidable, text)
@@ -150,10 +158,15 @@ def advice(
     *,
     discordance: float = ASSUMED_DISCORDANCE,
     sd: float | None = None,
+    confidence: float = 0.95,
 ) -> str:
     """One line: the endpoint, then such as "n=50 cannot decide margin 0.02 (needs 928 pairs at ...)"."""
-    text = assess(endpoint, n_samples, n_clusters, discordance=discordance, sd=sd).text
+    text = assess(endpoint, n_samples, n_clusters, discordance=discordance, sd=sd, confidence=confidence).text
     return f"{endpoint.metric} on {endpoint.task} at {endpoint.context_length:,} tokens: {text}"
+
+
+def _t_sum(confidence: float, power: float, clusters: int) -> float:
+    return float(stats.t.ppf(confidence, clusters - 1) + stats.t.ppf(power, clusters - 1))
 
 
 def _z_sum(confidence: float, power: float) -> float:

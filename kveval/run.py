@@ -15,12 +15,13 @@ from typing import Any
 from kveval import env, selftest
 from kveval.backends.base import Backend, Output
 from kveval.config import SweepConfig
-from kveval.errors import KvevalError, UnknownNameError
+from kveval.errors import ConfigError, KvevalError, MeasurementError, UnknownNameError
+from kveval.evaluate import sessions_of
 from kveval.models import compute_device, describe, load, load_tokenizer
 from kveval.plan import Arm, Cell, Plan, TaskPlan, build_plan
 from kveval.progress import Progress
 from kveval.prompting import PromptTemplate
-from kveval.records import Record
+from kveval.records import METRICS, Record
 from kveval.store import RunStore
 from kveval.tasks import Sample, Task, TaskContext, load_task
 
@@ -59,7 +60,8 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
     """Resolve a sweep's model and tasks into a plan. Loads the tokenizer, not the weights.
 
     Raises:
-        KvevalError: if the model, a task or a context length can't be had.
+        KvevalError: if the model, a task, a context length or the capacity's GPU can't be had, or the gate can't be
+            decided.
     """
     tasks = [
         load_task(t.name, t.params, label=t.label, where=config.where("tasks", i)) for i, t in enumerate(config.tasks)
@@ -69,7 +71,21 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
     except UnknownNameError as error:
         raise UnknownNameError(error.kind, error.name, error.known, where=config.where("model", "id")) from error
     task_plans = [TaskPlan(t.label, t.version, t.identity(), t.passage) for t in tasks]
-    return build_plan(config, info, task_plans, device=compute_device(config.model.device)), tasks
+    plan = build_plan(config, info, task_plans, device=compute_device(config.model.device))
+    sessions_of(config, plan.to_dict()["model"])
+    _refuse_undecidable(config, tasks)
+    return plan, tasks
+
+
+def _refuse_undecidable(config: SweepConfig, tasks: Iterable[Task]) -> None:
+    """A gate on a metric that the task never has could not be decided by any number of samples."""
+    passages = {task.label for task in tasks if task.passage}
+    for i, end in enumerate(config.gate.endpoints if config.gate else ()):
+        if end.task in passages and METRICS[end.metric].family == "binary":
+            raise ConfigError(
+                f"{config.where('gate', 'endpoints', i)}: {end.task} scores running text and has no {end.metric}.",
+                remedy="Gate it on answer_nll or kl.",
+            )
 
 
 def make_samples(plan: Plan, tasks: Sequence[Task], tokenizer: Any) -> dict[tuple[str, int], list[Sample]]:
@@ -178,7 +194,11 @@ def _score(
     waiting = {s.id: (s, c[arm.label]) for s, c in zip(cluster.samples, cluster.cells, strict=True)}
     try:
         for output in backend.score(cluster.samples, arm, baseline, decode_tokens=decode_tokens):
-            yield _record(*waiting.pop(output.sample_id), output), output
+            sample, cell = waiting.pop(output.sample_id)
+            if arm.role != "baseline" and sample.id not in baseline:
+                yield _error_record(sample, cell, MeasurementError("the baseline failed on this sample.")), None
+            else:
+                yield _record(sample, cell, output), output
     except (KvevalError, RuntimeError) as error:
         log.exception("%s failed on %s", arm.label, cluster.samples[0].cluster)
         for sample, cell in waiting.values():

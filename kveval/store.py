@@ -87,6 +87,11 @@ class RunStore:
             _settle_plan(path, plan)
             if env is not None:
                 _settle_env(path, env)
+            if (path / MANIFEST).exists() and not (path / JOURNAL).exists():
+                raise StoreError(
+                    f"{path} holds finished results without their journal; running there would replace them.",
+                    remedy="Use another --name or --out; `kveval report` and `kveval gate` read these as they are.",
+                )
             mend(path / JOURNAL)
             records = read_journal(path / JOURNAL)
             return cls(path, lock, Journal(path / JOURNAL), records)

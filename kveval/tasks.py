@@ -234,6 +234,12 @@ def _load_module(path: Path, prefix: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except (ImportError, NameError, AttributeError, TypeError, ValueError) as error:
+        del sys.modules[name]
+        raise ConfigError(
+            f"{prefix}{path.name} fails when it is loaded: {type(error).__name__}: {error}.",
+            remedy="Mend the task file.",
+        ) from error
     except SyntaxError as error:
         del sys.modules[name]
         raise ConfigError(

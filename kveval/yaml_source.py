@@ -40,6 +40,8 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise ConfigError(f"{node.start_mark.name}:{line}: a key is a list or mapping.", remedy="Use text.")
             if key in seen and key != "<<":
                 raise ConfigError(
                     f"{node.start_mark.name}:{line}: key {key!r} is written twice (first on line {seen[key]}).",
@@ -59,7 +61,10 @@ def read_yaml(path: Path) -> Located:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read {path}: {error}", remedy="Check the path; `kveval init` writes one.") from error
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}", remedy="Take the character out.") from error
     loader.name = str(path)
     try:
         node = loader.get_single_node()

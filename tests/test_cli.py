@@ -189,6 +189,19 @@ def test_wrong_names_in_a_config_name_the_line(workspace, tmp_path, monkeypatch,
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("capacity.gpu=h1000", "unknown GPU 'h1000'"),
+        ("gate.endpoints.0.metric=exact_match", "has no exact_match"),
+    ],
+)
+def test_what_could_only_fail_after_the_sweep_fails_before_it(workspace, monkeypatch, capsys, change, message):
+    code, _, err = call(monkeypatch, capsys, "plan", str(workspace / "sweep.yaml"), "--set", change)
+    assert code == ExitCode.USAGE
+    assert message in err
+
+
 def test_models_without_a_verb_lists_them(monkeypatch, capsys):
     code, out, _ = call(monkeypatch, capsys, "models")
     assert code == 0

@@ -73,6 +73,12 @@ def test_overrides(tmp_path):
     )
 
 
+def test_overrides_reach_into_lists(tmp_path):
+    text = MINIMAL.replace("[niah_single]", "[{name: niah_single}, {name: perplexity}]")
+    config = load_config(write(tmp_path, text), ["tasks.1.samples=3", "tasks.0.label=first"])
+    assert [(t.label, t.samples) for t in config.tasks] == [("first", None), ("perplexity", 3)]
+
+
 def test_extends_merges_mappings_and_replaces_lists(tmp_path):
     write(tmp_path, MINIMAL + "capacity: {gpu: l4-24gb, reserve: 0.2}\n", "base.yaml")
     child = write(tmp_path, "extends: base.yaml\nschemes: [mxfp4]\ncapacity: {reserve: 0.3}\n", "child.yaml")
@@ -117,6 +123,18 @@ def gate(scheme="nvfp4", metric="answer_nll", task="niah_single", length="1k"):
         (gate(scheme="nvfp5"), 5, ["unknown gate scheme 'nvfp5'", "Did you mean 'nvfp4'"]),
         (gate(metric="answer_nl"), 5, ["unknown metric 'answer_nl'", "Did you mean 'answer_nll'"]),
         (gate(task="niah_singel"), 5, ["unknown gate task 'niah_singel'"]),
+        (
+            gate().replace("margin: 0.1", "margin: 5").replace("answer_nll", "exact_match"),
+            1,
+            ["write 0.05 for 5 points"],
+        ),
+        (
+            MINIMAL.replace("[nvfp4]", "[{name: bf16 (A/A), both: {element: bf16}}]"),
+            1,
+            ["runs in every sweep by itself"],
+        ),
+        (MINIMAL.replace("[niah_single]", "[{name: niah_single, params: 3}]"), 3, ["params is a mapping"]),
+        ("? [a, b]\n: 1\n", 1, ["a key is a list or mapping"]),
         (gate(length="2k"), 1, ["asks for 2048 tokens, but the sweep runs 1024"]),
         ("model: {id: [}\n", None, ["not valid YAML"]),
         ("- 1\n", None, ["not a mapping"]),
@@ -151,7 +169,7 @@ def test_circular_extends(tmp_path):
         load_config(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize("override", ["samples", "=3", "model.id.x=3", "tasks.7=x", "model.id={"])
+@pytest.mark.parametrize("override", ["samples", "=3", "model.id.x=3", "tasks.7=x", "tasks.9.0=x", "model.id={"])
 def test_bad_overrides(tmp_path, override):
     with pytest.raises(ConfigError, match="--set"):
         load_config(write(tmp_path, MINIMAL), [override])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kveval import model_fetch
+from kveval.config import ModelConfig
 from kveval.errors import ConfigError, ModelError, UnknownNameError, UnsupportedError
 from kveval.geometry import LayerGeometry
 from kveval.model_cache import MANIFEST, file_sha256
@@ -373,3 +374,16 @@ def test_progress_bars_come_back_as_they_were(folder: Path) -> None:
     assert not transformers_logging.is_progress_bar_enabled()
     if before:
         transformers_logging.enable_progress_bar()
+
+
+def test_a_changed_config_is_another_model(tiny_model, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_model, folder)
+    before = describe(ModelConfig(id=str(folder)), device="cpu")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "0"}))
+    assert describe(ModelConfig(id=str(folder)), device="cpu").config_digest == before.config_digest
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    after = describe(ModelConfig(id=str(folder)), device="cpu")
+    assert after.config_digest != before.config_digest
+    assert after.weights_digest == before.weights_digest

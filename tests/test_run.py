@@ -200,6 +200,31 @@ def test_a_failing_sample_is_a_row_and_is_tried_again(tiny_model, tmp_path, monk
     assert (again.measured, again.errors) == (2, 0)
 
 
+def test_nothing_is_compared_with_a_baseline_that_failed(tiny_model, tmp_path, monkeypatch):
+    """Otherwise KL would be missing for good: the other arms' records would count as measured."""
+    from kveval.backends.hf import HFBackend
+
+    sweep = config(tiny_model, tasks=TASKS[:1], context_lengths=[768])
+    whole = HFBackend.score
+
+    def broken(self, cluster, arm, baseline, **options):
+        for i, output in enumerate(whole(self, cluster, arm, baseline, **options)):
+            if arm.role == "baseline" and i == 1:
+                raise MeasurementError("the baseline went missing.")
+            yield output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFBackend, "score", broken)
+        summary = run_sweep(sweep, tmp_path / "run")
+    records = read_records(tmp_path / "run")
+    ok = records.query("status == 'ok'")
+    assert summary.errors == 2 * 5  # one question of each of the two haystacks, on all five arms
+    assert ok["kl"].notna().all()
+    again = run_sweep(sweep, tmp_path / "run")
+    assert (again.measured, again.errors) == (2 * 5, 0)
+    assert read_records(tmp_path / "run")["kl"].notna().all()
+
+
 def test_self_test_is_recorded(finished):
     found = json.loads((finished / "self_test.json").read_text())
     assert found["plain"] == found["packed"]

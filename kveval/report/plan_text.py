@@ -40,5 +40,7 @@ def plan_text(plan: Plan, clusters: Mapping[tuple[str, int], int]) -> str:
         lines += ["", f"Gate on {config.gate.scheme}, declared before the run ({plan.gate_digest}):"]
         for end in config.gate.endpoints:
             n = config.samples_of(next(t for t in config.tasks if t.label == end.task))
-            lines.append(f"  {advice(end, n, clusters[end.task, end.context_length])}")
+            lines.append(
+                f"  {advice(end, n, clusters[end.task, end.context_length], confidence=config.gate.confidence)}"
+            )
     return "\n".join(lines) + "\n"
