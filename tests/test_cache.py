@@ -337,6 +337,8 @@ class TestAgainstTransformers:
         self.compare(family, dtype, ids, attention_mask=mask)
 
     def test_beam_search(self, family: str, dtype: torch.dtype) -> None:
+        if dtype == torch.bfloat16:
+            pytest.skip("beams that tie in bfloat16 are ordered by rounding, which differs between CPUs")
         self.compare(family, dtype, tokens(18, seed=3, batch=2), num_beams=3, num_return_sequences=3)
 
     def test_prompt_lookup_decoding(self, family: str, dtype: torch.dtype) -> None:
