@@ -118,8 +118,7 @@ def gate(
     """Hold a run against its declared gate; write gate.json, junit.xml and summary.md; exit with its code."""
     from kveval.config import load_config
     from kveval.evaluate import evaluate
-    from kveval.files import writing
-    from kveval.report.ci import gate_dict, gate_text, write_gate_files
+    from kveval.report.ci import gate_dict, gate_text
 
     other = load_config(config).gate if config else None
     if config and other is None:
@@ -130,9 +129,7 @@ def gate(
             f"{path} was run without a gate.",
             remedy="Give one with --config and --post-hoc, or declare one and run the sweep again.",
         )
-    with writing(path):
-        write_gate_files(verdict, path)
-    _annotate(verdict)
+    _write_verdict(verdict, path)
     if as_json:
         _print_json(gate_dict(verdict))
     else:
@@ -297,14 +294,9 @@ def _show(evaluation: Evaluation, *, as_json: bool) -> None:
 
 def _finish(path: Path, *, as_json: bool) -> None:
     """After a sweep: report, gate files, exit code."""
-    from kveval.files import writing
-    from kveval.report.ci import write_gate_files
-
     evaluation = _report(path)
     if evaluation.verdict is not None:
-        with writing(path):
-            write_gate_files(evaluation.verdict, path)
-        _annotate(evaluation.verdict)
+        _write_verdict(evaluation.verdict, path)
     _show(evaluation, as_json=as_json)
     raise typer.Exit(_exit_code(evaluation))
 
@@ -320,11 +312,15 @@ def _exit_code(evaluation: Evaluation) -> int:
     return ExitCode.INCOMPLETE if failed or unmeasured else ExitCode.PASS
 
 
-def _annotate(verdict: Verdict) -> None:
+def _write_verdict(verdict: Verdict, path: Path) -> None:
+    """The gate's files in the run folder, and annotations where GitHub Actions reads them."""
     import os
 
-    from kveval.report.ci import github_annotations
+    from kveval.files import writing
+    from kveval.report.ci import github_annotations, write_gate_files
 
+    with writing(path):
+        write_gate_files(verdict, path)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in github_annotations(verdict):
             sys.stderr.write(line + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def evaluate(path: str | Path, *, gate: GateConfig | None = None, post_hoc: bool
     return Evaluation(Path(path), config, records, sessions, controls, verdict, report)
 
 
-def sessions_of(config: SweepConfig, model: dict[str, Any]) -> dict[tuple[str, int], Sessions]:
+def sessions_of(config: SweepConfig, model: Mapping[str, Any]) -> dict[tuple[str, int], Sessions]:
     """Sessions per GPU by (scheme, context length), the baseline's included, on the sweep's `capacity` GPU."""
     layers = [LayerGeometry(**layer) for layer in model["geometry"]]
     budget = Budget.from_config(config.capacity, weights_bytes=model["weights_bytes"])

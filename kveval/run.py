@@ -72,7 +72,7 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
         raise UnknownNameError(error.kind, error.name, error.known, where=config.where("model", "id")) from error
     task_plans = [TaskPlan(t.label, t.version, t.identity(), t.passage) for t in tasks]
     plan = build_plan(config, info, task_plans, device=compute_device(config.model.device))
-    sessions_of(config, plan.to_dict()["model"])
+    sessions_of(config, plan.model)
     _refuse_undecidable(config, tasks)
     return plan, tasks
 
