@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 OLDEST_TRANSFORMERS := 5.17.0
 VENV := .venv
 OLDEST := .venv-oldest
-SOURCES := kveval tasks tests scripts
+SOURCES := kveval tasks tests scripts benchmarks
 # Two test processes with one thread each: torch would otherwise start a thread per core in both.
 PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
 

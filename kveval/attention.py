@@ -1,12 +1,16 @@
 """The attention and mask functions that kveval registers with transformers.
 
-`ATTENTION` reads packed keys and values and runs torch's scaled dot product attention on what it decoded. It is
-the exact path on every device: the bytes are decoded on every call, nothing is kept.
+`ATTENTION` reads packed keys and values and attends to what it decoded. It is the exact path on every device: the
+bytes are decoded on every call, nothing is kept. Plain attention runs through torch's scaled dot product attention;
+models that cap their scores or give every head an attention sink run through a float32 softmax, in blocks of queries.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,15 +19,34 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from kveval.errors import UnsupportedError
-from kveval.storage import PackedKV
+from kveval.packed_kv import PackedKV
 
-__all__ = ["ATTENTION", "ATTENTION_PATH", "cache_argument", "use_packed_attention"]
+__all__ = [
+    "ATTENTION",
+    "ATTENTION_PATH",
+    "FLOAT32_PATH",
+    "cache_argument",
+    "path_text",
+    "recorded_paths",
+    "use_packed_attention",
+]
 
 ATTENTION = "kveval"
 """Name under which the functions are registered; transformers gives names with "sdpa" or "flash" a meaning."""
 
 ATTENTION_PATH = "dequantize + torch sdpa"
-"""What records say of how attention ran."""
+"""What records say of how plain attention ran."""
+
+FLOAT32_PATH = "dequantize + float32 softmax"
+"""What records say of how attention with capped scores or attention sinks ran."""
+
+SCORE_BYTES = 2**28
+"""Most bytes of float32 scores that the float32 path holds at a time (one query always fits, whatever it takes)."""
+
+# What transformers' models hand to an attention function that changes scores or picks keys in a way not computed here.
+_UNKNOWN_MODIFIERS = ("position_bias", "sinks", "indices", "block_indices")
+
+_paths: ContextVar[dict[int | None, str] | None] = ContextVar("kveval_attention_paths", default=None)
 
 
 def attention(
@@ -35,6 +58,8 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over packed or plain keys and values.
@@ -44,11 +69,14 @@ def attention(
         query: [B, Hq, Lq, D].
         key: [B, H, Lk, D], Hq a multiple of H; a `PackedKV` is decoded here.
         value: [B, H, Lk, Dv].
-        attention_mask: None (plain causal) or bool [B, 1, Lq, Lk], True where attended. A row that attends to
+        attention_mask: None (plain causal) or bool [B, 1 or Hq, Lq, Lk], True where attended. A row that attends to
             nothing gives 0.
         dropout: Must be 0: kveval measures inference.
         scaling: Factor on the scores; D**-0.5 if None.
         is_causal: Overrides the module's own flag.
+        softcap: Scores s become softcap * tanh(s / softcap) before the mask (Gemma 2).
+        s_aux: [Hq], an attention sink per query head: one more score in the softmax's sum, with no value behind it
+            (GPT-OSS). It is neither scaled nor capped.
         kwargs: Anything else that the model passes.
 
     Returns:
@@ -57,7 +85,7 @@ def attention(
     Raises:
         UnsupportedError: for score modifiers and masks that this path does not compute.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in _UNKNOWN_MODIFIERS:
         if kwargs.get(name) is not None:
             raise UnsupportedError(
                 f"this model's attention uses {name}, which the packed path does not compute.",
@@ -65,27 +93,127 @@ def attention(
             )
     if dropout:
         raise UnsupportedError("attention dropout is on.", remedy="Call model.eval().")
+    for handle in (key, value):
+        if isinstance(handle, PackedKV):
+            handle.check_padding(attention_mask)
     key = key.dequantize() if isinstance(key, PackedKV) else key
     value = value.dequantize() if isinstance(value, PackedKV) else value
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     _refuse_unknown_mask(attention_mask, causal, queries=query.shape[2], keys=key.shape[2])
+    causal = causal and attention_mask is None and query.shape[2] > 1
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = softcap is None and s_aux is None
+    _record_path(module, ATTENTION_PATH if plain else FLOAT32_PATH)
+    if plain:
+        out = _sdpa(query, key, value, attention_mask, scaling=scaling, causal=causal)
+    else:
+        out = _float32_softmax(
+            query, key, value, attention_mask, scaling=scaling, causal=causal, softcap=softcap, sinks=s_aux
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:
+    """[B, Hq, Lq, Dv] from torch's kernels."""
     grouped = key.shape[1] != query.shape[1]
-    if grouped and attention_mask is not None and query.is_cuda:
+    if grouped and mask is not None and query.is_cuda:
         # torch's fused CUDA kernels take a mask or grouped heads, not both.
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
         grouped = False
     out = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        is_causal=causal and attention_mask is None and query.shape[2] > 1,
-        scale=scaling,
-        enable_gqa=grouped,
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
     )
-    if attention_mask is not None:
-        out = torch.where(attention_mask.any(-1, keepdim=True), out, 0.0)
-    return out.transpose(1, 2).contiguous(), None
+    if mask is not None:
+        out = torch.where(mask.any(-1, keepdim=True), out, 0.0)
+    return out
+
+
+def _float32_softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B, Hq, Lq, Dv] in the query's dtype, every sum and product in float32 or wider, a block of queries at a time.
+
+    A head's weights are exp(s - m) / (sum of exp(s - m) + exp(sink - m)) with m the largest of its scores and its
+    sink; without a sink the last term is absent.
+    """
+    (batch, query_heads, queries, width), (heads, keys) = query.shape, key.shape[1:3]
+    group = query_heads // heads
+    # The query heads of a KV head become rows of one product, so that keys and values are not repeated.
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = (query.to(wide) * scaling).reshape(batch, heads, group, queries, width)
+    transposed, value = key.to(wide).mT, value.to(wide)
+    sinks = None if sinks is None else sinks.to(wide).reshape(heads, group, 1, 1)
+    out = query.new_empty(batch, query_heads, queries, value.shape[-1])
+    positions = torch.arange(keys, device=query.device)
+    rows = max(1, SCORE_BYTES // (wide.itemsize * batch * query_heads * keys))
+    for start in range(0, queries, rows):
+        block = grouped[:, :, :, start : start + rows]
+        size = block.shape[3]
+        scores = (block.flatten(2, 3) @ transposed).view(batch, heads, group, size, keys)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if causal:
+            scores.masked_fill_(positions > positions[start : start + size, None], -torch.inf)
+        elif mask is not None:
+            allowed = mask[:, :, start : start + size]
+            by_head = (heads, group) if allowed.shape[1] == query_heads else (1, 1)
+            scores.masked_fill_(~allowed.reshape(-1, *by_head, size, keys), -torch.inf)
+        weights = _weights(scores, sinks).flatten(2, 3)
+        out[:, :, start : start + size] = (weights @ value).reshape(batch, query_heads, size, -1)
+    return out
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension (in place), with `sinks` in its sum; a row of -inf alone gives 0."""
+    largest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        largest = torch.maximum(largest, sinks)
+    # Where nothing is attended, -inf - -inf would be NaN.
+    largest = largest.clamp(min=torch.finfo(scores.dtype).min)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks - largest).exp()
+    return weights.div_(total.clamp(min=torch.finfo(scores.dtype).tiny))
+
+
+@contextmanager
+def recorded_paths() -> Iterator[Mapping[int | None, str]]:
+    """Record which path the attention of every layer takes while the context is open.
+
+    Yields:
+        {layer index: `ATTENTION_PATH` or `FLOAT32_PATH`}, filled as layers run; None for a module without an index.
+    """
+    paths: dict[int | None, str] = {}
+    token = _paths.set(paths)
+    try:
+        yield paths
+    finally:
+        _paths.reset(token)
+
+
+def path_text(paths: Mapping[int | None, str]) -> str:
+    """What a record says of `recorded_paths`: the path, or each path with its layers where they differ."""
+    layers: dict[str, list[str]] = {}
+    for index, path in paths.items():
+        layers.setdefault(path, []).append("?" if index is None else str(index))
+    if len(layers) == 1:
+        return next(iter(layers))
+    return "; ".join(f"{path} (layers {', '.join(indices)})" for path, indices in sorted(layers.items()))
+
+
+def _record_path(module: nn.Module, path: str) -> None:
+    paths = _paths.get()
+    if paths is not None:
+        paths[getattr(module, "layer_idx", None)] = path
 
 
 def _refuse_unknown_mask(mask: Tensor | None, causal: bool, *, queries: int, keys: int) -> None:

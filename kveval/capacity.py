@@ -1,7 +1,7 @@
-"""How many sessions fit on a GPU, and what a narrower cache costs in quality for each it adds.
+"""How many sessions fit on a GPU under a scheme.
 
     sessions = floor((usable - weights - workspace) / session_bytes(T))
-    session_bytes(T) = constant_bytes + bytes_per_token * blocks(T) + sum over sliding layers
+    session_bytes(T) = sum over layers of the formats' bytes for T tokens (a window's, in sliding layers), in blocks
 
 `usable` is the driver's memory less the reserve. Everything is per GPU of one tensor-parallel group:
 weights are split over its ranks, KV heads too while there are enough of them (fewer heads than ranks are
@@ -16,17 +16,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import yaml
 
 from kveval.errors import ConfigError, UnknownNameError, UnsupportedError
-from kveval.formats.spec import KVScheme, get_scheme
-from kveval.records import METRICS, Metric
+from kveval.formats.layout import BF16, LayerFormat, layer_formats
+from kveval.formats.spec import KVScheme
 
 if TYPE_CHECKING:
     from kveval.config import CapacityConfig
@@ -36,16 +36,11 @@ __all__ = [
     "GIB",
     "Budget",
     "CacheCost",
-    "ExchangeRate",
     "Gpu",
     "Sessions",
     "cache_cost",
-    "exchange_rate",
-    "format_interval",
-    "format_loss",
     "format_tokens",
     "get_gpu",
-    "interval_decimals",
     "known_gpus",
     "product_cycles",
     "sessions",
@@ -102,24 +97,47 @@ class CacheCost:
 
     Attributes:
         scheme: Name of the scheme.
-        bytes_per_token: Bytes that one more token adds, over the layers that keep every token.
-        windows: (window in tokens, bytes per token) of the layers that keep only a window, by window.
-        constant_bytes: Bytes per session that no token adds (frozen scales).
+        layers: Format and shape of every layer that stores keys and values, with the heads of one rank.
         notes: What was assumed, in sentences for the reader.
     """
 
     scheme: str
-    bytes_per_token: int
-    windows: tuple[tuple[int, int], ...]
-    constant_bytes: int
+    layers: tuple[tuple[LayerFormat, LayerGeometry], ...]
     notes: tuple[str, ...]
 
     def session_bytes(self, context_length: int, *, block_size: int = 16) -> int:
         """Bytes of one session of `context_length` tokens, in whole blocks of `block_size` tokens."""
-        total = self.constant_bytes + self.bytes_per_token * _whole_blocks(context_length, block_size)
-        for window, bytes_per_token in self.windows:
-            total += bytes_per_token * _whole_blocks(min(context_length, window), block_size)
+        total = 0
+        for fmt, shape in self.layers:
+            kept = context_length if shape.window is None else min(context_length, shape.window)
+            tokens = _whole_blocks(kept, block_size)
+            total += fmt.nbytes(tokens, shape) + tokens * BF16.unit_bytes(shape.indexer_dim)
         return total
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token adds to a long session, over the layers that keep every token; rounded up."""
+        return math.ceil(sum((_layer_token_bytes(*layer) for layer in self.layers), Fraction(0)))
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of a long session that no token adds: frozen scales, and what sinks and recent tokens cost in BF16."""
+        tokens = math.lcm(*(role.step for fmt, _ in self.layers for role in (fmt.key, fmt.value))) * 2**20
+        grown = sum((tokens * _layer_token_bytes(*layer) for layer in self.layers), Fraction(0))
+        total = sum(
+            fmt.nbytes(tokens, shape) + tokens * BF16.unit_bytes(shape.indexer_dim)
+            for fmt, shape in self.layers
+            if shape.window is None
+        )
+        return int(total - grown)
+
+
+def _layer_token_bytes(fmt: LayerFormat, shape: LayerGeometry) -> Fraction:
+    """Bytes that one more token adds to a layer that keeps every token; 0 for a window."""
+    if shape.window is not None:
+        return Fraction(0)
+    sides = fmt.key.format.token_bytes(shape.head_dim_k) + fmt.value.format.token_bytes(shape.head_dim_v)
+    return shape.kv_heads * sides + BF16.unit_bytes(shape.indexer_dim)
 
 
 def _whole_blocks(tokens: int, block_size: int) -> int:
@@ -129,34 +147,25 @@ def _whole_blocks(tokens: int, block_size: int) -> int:
 def cache_cost(layers: Sequence[LayerGeometry], scheme: KVScheme, *, tensor_parallel: int = 1) -> CacheCost:
     """Bytes of one session under `scheme`, per GPU of a group of `tensor_parallel`.
 
-    Layers that read another layer's keys and values, linear layers and layers without attention store
-    nothing here. Sliding layers keep a window of tokens and sparse-attention indexers one key per token, both
-    in BF16 whatever the scheme says.
+    Layers that read another layer's keys and values, linear layers and layers without attention store nothing here.
+    Sparse-attention indexers keep one BF16 key per token, whatever the scheme says.
 
     Raises:
-        UnsupportedError: KV heads that don't split over the ranks evenly; engines refuse them too.
+        UnsupportedError: KV heads that don't split over the ranks evenly (engines refuse them too), or a format that
+            can't store the model's head size.
+        ConfigError: the scheme names layers that the model does not have.
     """
-    wide = get_scheme("bf16")
-    per_token = constant = 0
-    windows: dict[int, int] = {}
-    for layer in layers:
-        if not layer.stores_kv:
-            continue
-        stored = wide if layer.kind == "sliding" else scheme
-        heads = layer.kv_heads if layer.kind == "mla" else _heads_per_rank(layer.kv_heads, tensor_parallel)
-        layer_bytes = stored.layer_bytes_per_token(
-            head_dim_k=layer.head_dim_k, head_dim_v=layer.head_dim_v, kv_heads=heads
-        )
-        layer_bytes += wide.key.token_bytes(layer.indexer_dim)
-        constant += stored.layer_constant_bytes()
-        if layer.kind == "sliding":
-            if layer.window is None:
-                raise ConfigError("a sliding layer has no window size in the model's config")
-            windows[layer.window] = windows.get(layer.window, 0) + layer_bytes
-        else:
-            per_token += layer_bytes
-    notes = tuple(_cost_notes(layers, scheme, tensor_parallel))
-    return CacheCost(scheme.name, per_token, tuple(sorted(windows.items())), constant, notes)
+    formats = layer_formats(scheme, layers)
+    stored = [
+        (fmt, replace(layer, kv_heads=_heads_of_rank(layer, tensor_parallel)))
+        for fmt, layer in zip(formats, layers, strict=True)
+        if fmt is not None
+    ]
+    return CacheCost(scheme.name, tuple(stored), tuple(_cost_notes(layers, formats, scheme, tensor_parallel)))
+
+
+def _heads_of_rank(layer: LayerGeometry, ranks: int) -> int:
+    return layer.kv_heads if layer.kind == "mla" else _heads_per_rank(layer.kv_heads, ranks)
 
 
 def _heads_per_rank(kv_heads: int, ranks: int) -> int:
@@ -168,10 +177,19 @@ def _heads_per_rank(kv_heads: int, ranks: int) -> int:
     return max(1, kv_heads // ranks)
 
 
-def _cost_notes(layers: Sequence[LayerGeometry], scheme: KVScheme, ranks: int) -> Iterator[str]:
+def _cost_notes(
+    layers: Sequence[LayerGeometry], formats: Sequence[LayerFormat | None], scheme: KVScheme, ranks: int
+) -> Iterator[str]:
     kinds = Counter("shared" if layer.shared_with is not None else layer.kind for layer in layers)
-    if kinds["sliding"] and scheme.lossy:
-        yield f"{_layers(kinds['sliding'], 'sliding-window')} in BF16: {scheme.name} narrows only the others."
+    wide = Counter(
+        layer.kind
+        for layer, fmt in zip(layers, formats, strict=True)
+        if fmt is not None and scheme.lossy and not fmt.lossy
+    )
+    if wide["sliding"]:
+        yield f"{_layers(wide['sliding'], 'sliding-window')} in BF16: {scheme.name} narrows only the others."
+    if others := wide.total() - wide["sliding"]:
+        yield f"{_layers(others, 'other' if wide['sliding'] else 'whole')} in BF16, as {scheme.name} says."
     if kinds["sliding"] and not kinds["full"] and not kinds["mla"]:
         yield "Every layer keeps only a window: past it, a session does not grow with its context."
     if any(layer.stores_kv and layer.indexer_dim for layer in layers):
@@ -307,147 +325,9 @@ def sessions_table(
     }
 
 
-class LossEstimate(Protocol):
-    """The part of `kveval.stats.Estimate` that is read here."""
-
-    @property
-    def value(self) -> float | None: ...
-    @property
-    def low(self) -> float | None: ...
-    @property
-    def high(self) -> float | None: ...
-    @property
-    def defined(self) -> bool: ...
-
-
-class LossComparison(Protocol):
-    """The part of `kveval.stats.Comparison` that is read here."""
-
-    @property
-    def scheme(self) -> str: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def metric(self) -> str: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def loss(self) -> LossEstimate: ...
-
-
-@dataclass(frozen=True)
-class ExchangeRate:
-    """Quality lost against sessions gained, for one scheme, task, metric and length.
-
-    Attributes:
-        gain: Whole sessions over whole sessions of the baseline; None when the baseline fits none.
-        bytes_gain: The same before flooring: the ratio of a session's bytes.
-        loss_per_extra_session: Loss, in the metric's unit, per session gained; None when none is gained.
-        loss_per_doubling: Loss per doubling of sessions, from `bytes_gain` (flooring would make it jump).
-        sentence: All of it in words.
-    """
-
-    scheme: str
-    task: str
-    metric: str
-    context_length: int
-    sessions: int
-    baseline_sessions: int
-    gain: float | None
-    bytes_gain: float | None
-    loss: LossEstimate
-    loss_per_extra_session: float | None
-    loss_per_doubling: float | None
-    sentence: str
-
-
-def exchange_rate(
-    comparison: LossComparison,
-    *,
-    scheme: Sessions,
-    baseline: Sessions,
-    decode_speedup: float | None = None,
-) -> ExchangeRate:
-    """What `comparison`'s loss buys: sessions under the scheme against sessions under the baseline.
-
-    `decode_speedup` (baseline's seconds per token over the scheme's) is added to the sentence if given.
-    """
-    extra = scheme.floored - baseline.floored
-    gain = scheme.floored / baseline.floored if baseline.floored else None
-    bytes_gain = scheme.fractional / baseline.fractional if baseline.fractional else None
-    value = comparison.loss.value
-    per_session = value / extra if value is not None and extra > 0 else None
-    doublings = math.log2(bytes_gain) if bytes_gain and bytes_gain > 1 else None
-    per_doubling = value / doublings if value is not None and doublings else None
-    times = f" ({gain:.1f}x)" if gain is not None else ""
-    instead = f"{baseline.floored:,}" if baseline.floored else "none"
-    sentence = (
-        f"{comparison.scheme} at {format_tokens(comparison.context_length)} tokens: "
-        f"{scheme.floored:,} session{'' if scheme.floored == 1 else 's'} instead of {instead}{times}; "
-        f"{format_loss(comparison.loss, METRICS[comparison.metric], task=comparison.task)}"
-    )
-    if decode_speedup is not None:
-        sentence += f"; decode {decode_speedup:.1f}x as fast"
-    return ExchangeRate(
-        comparison.scheme,
-        comparison.task,
-        comparison.metric,
-        comparison.context_length,
-        scheme.floored,
-        baseline.floored,
-        gain,
-        bytes_gain,
-        comparison.loss,
-        per_session,
-        per_doubling,
-        sentence,
-    )
-
-
 def format_tokens(tokens: int) -> str:
     """2048 -> "2k", 131072 -> "128k"; 512 and 100000 as they are, with thousands separated."""
     return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
-
-
-def format_loss(loss: LossEstimate, metric: Metric, *, task: str = "") -> str:
-    """A loss in words, with its interval and what the interval leaves open.
-
-    Fractions are told in points (hundredths). Two significant digits of the interval's half width decide
-    how many decimals are shown; nothing is compared after rounding.
-    """
-    scale, unit = (100.0, "points") if metric.unit == "fraction" else (1.0, metric.unit)
-    where = f" on {task}" if task else ""
-    what = f"{unit} of {metric.label}{where}"
-    if loss.value is None:
-        return f"cost in {metric.label}{where} unknown: no complete pairs"
-    if not loss.defined or loss.low is None or loss.high is None:
-        return f"costs {loss.value * scale:.3g} {what} (no interval: too few independent samples)"
-    value, low, high = (x * scale for x in (loss.value, loss.low, loss.high))
-    if high < 0:
-        return f"better by {format_interval(-value, -high, -low)} {what}"
-    if low > 0:
-        return f"costs {format_interval(value, low, high)} {what}"
-    if low == high:
-        return f"costs 0 {what} (the same in every sample)"
-    bound = f"{high:.{interval_decimals(high - low)}f}"
-    open_question = f"indistinguishable from zero at this n; could be as large as {bound}"
-    return f"costs {format_interval(value, low, high)} {what} ({open_question})"
-
-
-def format_interval(value: float, low: float, high: float) -> str:
-    """An interval as "0.40 ± 0.30", or as "0.40 (0.05 to 0.90)" when it is lopsided."""
-    digits, half = interval_decimals(high - low), (high - low) / 2
-    shown = round(value, digits) + 0.0  # never "-0.00"
-    if abs((high - value) - half) <= 0.05 * half:
-        return f"{shown:.{digits}f} ± {half:.{digits}f}"
-    return f"{shown:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def interval_decimals(width: float) -> int:
-    """Decimals that show two significant digits of half an interval's width."""
-    if width <= 0:
-        return 3
-    return min(6, max(0, 1 - math.floor(math.log10(width / 2))))
 
 
 def widening_cycles(elements: int, *, instructions_per_clock: Sequence[int] = (64, 64, 16, 256)) -> float:

@@ -148,7 +148,10 @@ def capacity(
     as_json: AsJson = False,
 ) -> None:
     """Count sessions per GPU for each scheme and context length. Needs no GPU."""
-    from kveval.capacity import Budget, sessions_table
+    from kveval.capacity import (
+        Budget,
+        sessions_table,
+    )
     from kveval.config import CapacityConfig, ModelConfig, parse_length
     from kveval.formats.spec import get_scheme, scheme_names
     from kveval.models import describe
@@ -166,6 +169,72 @@ def capacity(
         _print_json(capacity_json(table))
     else:
         _print(capacity_table(table, model=model))
+
+
+@app.command()
+def formats(as_json: AsJson = False) -> None:
+    """List the storage formats: bits per element, bytes against BF16, what each is."""
+    from kveval.formats.spec import get_scheme, scheme_names
+    from kveval.report.format_text import describe, formats_table
+
+    schemes = [get_scheme(name) for name in scheme_names()]
+    if as_json:
+        _print_json([describe(scheme) for scheme in schemes])
+    else:
+        _print(formats_table(schemes))
+
+
+@app.command("show-format")
+def show_format(
+    name: Annotated[str, typer.Argument(help="A name from `kveval formats`, or a scheme of the sweep in --config.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="Head size to count for.")] = 128,
+    config: Annotated[Path | None, typer.Option(help="Sweep config whose schemes can be named, too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say all about a storage format: numbers, scales, bytes and layout, engines that use it, what GPUs do with it."""
+    from kveval.formats.spec import get_scheme
+    from kveval.report.format_text import describe, format_renderable
+
+    own = {scheme.name: scheme for scheme in _load(config, None, None).schemes} if config else {}
+    facts = describe(own[name] if name in own else get_scheme(name), head_dim=head_dim)
+    if as_json:
+        _print_json(facts)
+    else:
+        _print(format_renderable(facts))
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Name, hub id, folder or .gguf file.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text to calibrate on; its first tokens are used.")],
+    out: Annotated[Path, typer.Option(help="Where to write the scales (JSON).")],
+    scheme: Annotated[str, typer.Option(help="Preset whose static or fixed formats get scales.")] = "fp8_per_head",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in all, a multiple of --length.")] = 4096,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each sequence; none is padded.")] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Find scales for static formats from the largest keys and values that a model makes of a text."""
+    from kveval.calibrate import calibrate, read_text
+    from kveval.config import ModelConfig
+    from kveval.files import to_json, write_atomic, writing
+    from kveval.formats.spec import get_scheme
+    from kveval.progress import progress_bar
+
+    if out.exists():
+        raise KvevalError(f"{out} exists already.", remedy="Give another path, or delete it first.")
+    wanted = get_scheme(scheme, where="--scheme")
+    with progress_bar() as progress:
+        found = calibrate(
+            ModelConfig(id=model), read_text(text), wanted, tokens=tokens, length=length, progress=progress
+        )
+    with writing(out):
+        write_atomic(out, to_json(found.to_dict()))
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        sys.stdout.write(found.summary())
+    entry = f"{{name: my_{scheme}, extends: {scheme}, scales: {out.name}}}"
+    _say(f"Wrote {out}. Use it in a sweep: {entry}, with the path relative to the sweep's file.")
 
 
 @models_app.callback()

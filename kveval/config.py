@@ -15,7 +15,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from kveval.errors import ConfigError, UnknownNameError
-from kveval.formats.spec import KVScheme, build_scheme, get_scheme
+from kveval.formats.scales import StaticScales
+from kveval.formats.spec import KVScheme, LayerOverride, TensorFormat, build_scheme, get_scheme, scheme_names
 from kveval.records import METRICS
 from kveval.yaml_source import KeyPath, Located, read_yaml
 
@@ -118,13 +119,38 @@ class ControlsConfig(_Model):
     aa_chunk: int = Field(default=384, ge=1)
 
 
+def _scheme(entry: Any) -> Any:
+    """A scheme from what YAML has for it: a preset's name, or a mapping as `build_scheme` reads it, with its name."""
+    if isinstance(entry, str):
+        return get_scheme(entry)
+    if not isinstance(entry, dict):
+        return entry
+    if not isinstance(entry.get("name"), str):
+        raise ValueError("a scheme is a preset's name, or a mapping with a `name` of its own")
+    if not all(isinstance(key, str) for key in entry):
+        raise ValueError("keys of a scheme are words")
+    if not isinstance(entry.get("extends", ""), str):
+        raise ValueError("`extends` takes the name of a preset")
+    if not isinstance(entry.get("layers", ()), (list, tuple)):
+        raise ValueError("`layers` is a list of mappings, each with `layers` and `key`, `value` or `both`")
+    return build_scheme(entry["name"], {k: v for k, v in entry.items() if k != "name"})
+
+
+Scheme = Annotated[KVScheme, BeforeValidator(_scheme, json_schema_input_type=str | KVScheme | dict[str, Any])]
+
+
 class SweepConfig(_Model):
-    """One sweep: model x schemes x tasks x context lengths, against a BF16-cache baseline on the same inputs."""
+    """One sweep: model x schemes x tasks x context lengths, against a BF16-cache baseline on the same inputs.
+
+    A scheme is a preset's name, or a mapping of the keys of `KVScheme` and `TensorFormat` below. In it, `extends` names
+    a preset whose keys are the defaults; `key`, `value` and `both` (one format for both) may be presets' names too,
+    whose side is taken; `scales` may be a path relative to the YAML file, as `kveval calibrate` writes it.
+    """
 
     name: str
     model: ModelConfig
     baseline: Literal["bf16"] = "bf16"
-    schemes: tuple[KVScheme, ...] = Field(min_length=1)
+    schemes: tuple[Scheme, ...] = Field(min_length=1)
     tasks: tuple[TaskConfig, ...] = Field(min_length=1)
     context_lengths: tuple[Length, ...] = Field(min_length=1)
     samples: int = Field(default=16, gt=0)
@@ -136,13 +162,6 @@ class SweepConfig(_Model):
     capacity: CapacityConfig = CapacityConfig()
     gate: GateConfig | None = None
     _source: Located | None = PrivateAttr(default=None)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _resolve_schemes(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("schemes"), (list, tuple)):
-            return data
-        return {**data, "schemes": tuple(_scheme(entry) for entry in data["schemes"])}
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -191,18 +210,11 @@ class SweepConfig(_Model):
         return task.samples or self.samples
 
 
-def _scheme(entry: Any) -> Any:
-    if isinstance(entry, str):
-        return get_scheme(entry)
-    if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-        return build_scheme(entry["name"], {k: v for k, v in entry.items() if k != "name"})
-    return entry
-
-
 def _refuse_repeats(kind: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
-            hint = "; give each its own `label`" if kind == "task label" else ""
+            own = {"task label": "label", "scheme": "name"}.get(kind)
+            hint = f"; give each its own `{own}`" if own else ""
             raise ValueError(f"{kind} {name!r} appears {names.count(name)} times{hint}")
 
 
@@ -223,13 +235,63 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
         _override(source, text)
     source.data.setdefault("name", path.stem)
     try:
-        config = SweepConfig.model_validate(source.data)
+        config = SweepConfig.model_validate(_with_scales(source))
     except ValidationError as error:
         raise _explain(error, source) from error
     except UnknownNameError as error:
-        raise UnknownNameError(error.kind, error.name, error.known, where=_find(source, error.name)) from error
+        raise UnknownNameError(error.kind, error.name, error.known, where=_find(source, error)) from error
+    _refuse_borrowed_names(config, source)
     config._source = source
     return config
+
+
+def _with_scales(source: Located) -> dict[str, Any]:
+    """The data, with the files that schemes name as `scales` read."""
+    schemes = source.data.get("schemes")
+    if not isinstance(schemes, list):
+        return dict(source.data)
+    read = [
+        {**entry, "scales": _scales(entry["scales"], source, ("schemes", i, "scales"))}
+        if isinstance(entry, dict) and "scales" in entry
+        else entry
+        for i, entry in enumerate(schemes)
+    ]
+    return {**source.data, "schemes": read}
+
+
+def _scales(value: Any, source: Located, at: KeyPath) -> Any:
+    """`value`, unless it names a file: then what that holds."""
+    if value is None or isinstance(value, dict) or value in ("checkpoint", "none"):
+        return value
+    where = source.where(at)
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"{where}: {_dotted(at)} is {value!r}.",
+            remedy="Write the path of a file that `kveval calibrate` wrote, `checkpoint` or `none`.",
+        )
+    try:
+        return StaticScales.read(_folder_of(source, at) / value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from error
+
+
+def _folder_of(source: Located, at: KeyPath) -> Path:
+    """Folder of the file in which `at` stands; with `extends` there may be several."""
+    nearest = next(at[:end] for end in range(len(at), -1, -1) if at[:end] in source.places)
+    return source.places[nearest][0].parent
+
+
+def _refuse_borrowed_names(config: SweepConfig, source: Located) -> None:
+    """A preset's name stands for that preset in every report."""
+    for i, scheme in enumerate(config.schemes):
+        if not isinstance(source.data["schemes"][i], dict) or scheme.name not in scheme_names():
+            continue
+        if scheme.scales not in (None, "none") or scheme.identity() != get_scheme(scheme.name).identity():
+            raise ConfigError(
+                f"{source.where(('schemes', i, 'name'))}: {scheme.name!r} is the name of a preset, "
+                "and this scheme is another one.",
+                remedy=f"Give it a name of its own: {{name: my_{scheme.name}, extends: {scheme.name}, ...}}.",
+            )
 
 
 def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> Located:
@@ -277,23 +339,28 @@ def _item(at: list[Any], part: str, text: str) -> int:
     return int(part)
 
 
-def _find(source: Located, name: str) -> str:
-    """Where a value equal to `name` stands in the file (used for names that validators refuse)."""
+def _find(source: Located, error: UnknownNameError) -> str:
+    """Where the name that a validator refused stands in the file."""
 
     def walk(value: Any, at: KeyPath) -> str:
-        if value == name:
+        if value == error.name:
             return source.where(at)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         return next((found for key, item in items if (found := walk(item, (*at, key)))), "")
 
-    return walk(source.data, ())
+    block = "gate" if error.kind in ("gate scheme", "gate task", "metric") else "schemes"
+    return walk(source.data.get(block), (block,))
 
 
 def _explain(error: ValidationError, source: Located) -> ConfigError:
-    first = error.errors()[0]
-    at = tuple(first["loc"])
-    place = source.where(at)
-    key = ".".join(map(str, at)) or "the file"
+    problems: dict[KeyPath, Any] = {}
+    # A list is too short where its items were refused.
+    found = [p for p in error.errors() if p["type"] != "too_short"] or error.errors()
+    # An unknown key first: it is likely to be the one that is missing elsewhere, misspelt.
+    for problem in sorted(found, key=lambda problem: problem["type"] != "extra_forbidden"):
+        problems.setdefault(_written(problem, source.data), problem)
+    at, first = next(iter(problems.items()))
+    place, key = source.where(at), _dotted(at) or "the file"
     remedy = "`kveval schema` prints every key."
     if first["type"] == "extra_forbidden":
         message = f"unknown key {key!r}"
@@ -301,10 +368,36 @@ def _explain(error: ValidationError, source: Located) -> ConfigError:
         remedy = f"Did you mean {' or '.join(repr(n) for n in near)}? {remedy}" if near else remedy
     elif first["type"] == "missing":
         message = f"key {key!r} is missing"
+        if at[0] == "schemes" and at[-1] in ("key", "value"):
+            remedy = f"Write `extends: PRESET`, `both:` or `key:` and `value:`. {remedy}"
     else:
-        message = f"{key}: {first['msg'].removeprefix('Value error, ')}"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        message = f"{key}: {_PLAIN.get(first['type'], first['msg']).removeprefix('Value error, ')}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return ConfigError(f"{place + ': ' if place else ''}{message}{more}.", remedy=remedy)
+
+
+_PLAIN = {"tuple_type": "write a list, [...]", "model_type": "write a mapping, {key: value, ...}"}
+"""pydantic's words for types that YAML calls something else."""
+
+
+def _dotted(at: KeyPath) -> str:
+    return ".".join(map(str, at))
+
+
+def _written(problem: Any, data: Any) -> KeyPath:
+    """Where a problem stands in the file: `both` for the sides it gave, without pydantic's names of alternatives."""
+    path = problem["loc"]
+    written: list[str | int] = []
+    for i, part in enumerate(path):
+        if isinstance(data, dict) and part in ("key", "value") and part not in data and "both" in data:
+            part = "both"
+        inside = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
+        if inside:
+            written.append(part)
+            data = data[part]
+        elif problem["type"] == "missing" and i == len(path) - 1:
+            written.append(part)
+    return tuple(written)
 
 
 def _keys_at(path: KeyPath) -> list[str]:
@@ -314,9 +407,12 @@ def _keys_at(path: KeyPath) -> list[str]:
         fields = getattr(model, "model_fields", {})
         if part in fields:
             model = fields[part].annotation
+        elif part == "both":
+            model = TensorFormat
         nested = _models_in(model)
         model = nested[0] if nested else model
-    return list(getattr(model, "model_fields", SweepConfig.model_fields))
+    own = {KVScheme: ("extends", "both"), LayerOverride: ("both",)}.get(model, ())
+    return [*getattr(model, "model_fields", SweepConfig.model_fields), *own]
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

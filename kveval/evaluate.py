@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from pydantic import ValidationError
 
-from kveval.capacity import Budget, Sessions, sessions_table
+from kveval.capacity import (
+    Budget,
+    Sessions,
+    sessions_table,
+)
 from kveval.config import GateConfig, SweepConfig
 from kveval.controls import ControlResult, check_controls
+from kveval.errors import ConfigError, StoreError, UnsupportedError
 from kveval.formats.spec import get_scheme
 from kveval.gate import Verdict, check_declared, decide
 from kveval.geometry import LayerGeometry
-from kveval.store import read_env, read_plan, read_records
+from kveval.layer_note import read_layer_errors
+from kveval.store import PLAN, read_env, read_plan, read_records
 
 if TYPE_CHECKING:
     from kveval.report.model import ReportData
@@ -51,9 +58,7 @@ def evaluate(path: str | Path, *, gate: GateConfig | None = None, post_hoc: bool
     from kveval.report.model import build_report
 
     plan, env, records = read_plan(path), read_env(path), read_records(path)
-    config = SweepConfig.model_validate(plan["config"])
-    sessions = sessions_of(config, plan["model"])
-    expected = {(c["task"], c["context_length"]): c["samples"] for c in plan["cells"]}
+    config, sessions, expected = _resolved(path, plan)
     used = gate or config.gate
     verdict = None
     if used is not None:
@@ -67,8 +72,35 @@ def evaluate(path: str | Path, *, gate: GateConfig | None = None, post_hoc: bool
             lossless=[s.name for s in config.schemes if not s.lossy],
         )
     controls = verdict.controls if verdict else tuple(check_controls(records, None, expected=expected))
-    report = build_report(records, plan, sessions=sessions, verdict=verdict, controls=controls, env=env)
+    layers = read_layer_errors(path)
+    report = build_report(records, plan, sessions=sessions, verdict=verdict, controls=controls, env=env, layers=layers)
     return Evaluation(Path(path), config, records, sessions, controls, verdict, report)
+
+
+def _resolved(
+    path: str | Path, plan: Mapping[str, Any]
+) -> tuple[SweepConfig, dict[tuple[str, int], Sessions], dict[tuple[str, int], int]]:
+    """The sweep of a stored plan, its sessions per GPU, and its samples by (task, context length)."""
+    try:
+        config = SweepConfig.model_validate(plan["config"])
+        expected = {(c["task"], c["context_length"]): c["samples"] for c in plan["cells"]}
+        return config, sessions_of(config, plan["model"]), expected
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(map(str, ("config", *first["loc"])))
+        raise _unreadable(path, f"{at}: {first['msg'].removeprefix('Value error, ')}") from error
+    except (ConfigError, UnsupportedError) as error:
+        raise _unreadable(path, error.message) from error
+    except (KeyError, TypeError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+
+
+def _unreadable(path: str | Path, problem: str) -> StoreError:
+    return StoreError(
+        f"this kveval can't read {Path(path) / PLAN}: {problem.removesuffix('.')}.",
+        remedy="Use the kveval version that wrote it, with the packages whose formats it used; or run the sweep again "
+        "under another --name.",
+    )
 
 
 def sessions_of(config: SweepConfig, model: Mapping[str, Any]) -> dict[tuple[str, int], Sessions]:

@@ -30,6 +30,7 @@ class LayerGeometry:
         head_dim_v: Width of the second tensor: values, or the rope part (`qk_rope_head_dim`) for mla.
         window: Tokens kept by a sliding layer (its chunk size for chunked attention); an mla layer may
             slide too. None: every token.
+        chunked: The window does not slide: a token attends to its own chunk of `window` tokens only.
         shared_with: Index of the layer whose cache this one reads. Such a layer stores nothing itself.
         indexer_dim: Width of the key of a sparse-attention indexer, cached per token beside the two
             tensors and never quantized by kveval; 0 where there is none.
@@ -40,6 +41,7 @@ class LayerGeometry:
     head_dim_k: int = 0
     head_dim_v: int = 0
     window: int | None = None
+    chunked: bool = False
     shared_with: int | None = None
     indexer_dim: int = 0
 
@@ -159,6 +161,7 @@ def _layer(layer_type: str, config: Mapping[str, Any], name: str) -> LayerGeomet
         head_dim_k=head_dim,
         head_dim_v=int(config.get("v_head_dim") or head_dim),
         window=window,
+        chunked=layer_type == "chunked_attention",
         indexer_dim=indexer,
     )
 
@@ -178,6 +181,8 @@ def _layer_types(config: Mapping[str, Any], name: str) -> list[str]:
     interval = config.get("full_attention_interval")
     if interval:
         return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(n)]
+    if name == "llama4_text":
+        return _llama4_layer_types(config, name, n)
     opaque = [key for key in _OPAQUE_KEYS if config.get(key) is not None]
     if opaque:
         raise UnsupportedError(
@@ -198,6 +203,20 @@ def _layer_types(config: Mapping[str, Any], name: str) -> list[str]:
             remedy="Add `layer_types` to config.json, one entry per layer.",
         )
     return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(n)]
+
+
+def _llama4_layer_types(config: Mapping[str, Any], name: str, layers: int) -> list[str]:
+    """Llama 4: layers with rotary positions attend in chunks, those without (every fourth by default) to everything."""
+    if not config.get("attention_chunk_size"):
+        return ["full_attention"] * layers
+    interval = _first(config, "no_rope_layer_interval") or 4
+    rotary = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
+    if len(rotary) != layers:
+        raise ModelError(
+            f"model type {name!r}: config lists {len(rotary)} `no_rope_layers` for {layers} layers.",
+            remedy="Mend `no_rope_layers` or `num_hidden_layers` in config.json.",
+        )
+    return ["chunked_attention" if has_rope else "full_attention" for has_rope in rotary]
 
 
 def _global_heads(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:

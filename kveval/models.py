@@ -11,14 +11,16 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kveval import checkpoint_scales
 from kveval.errors import ConfigError, ModelError, UnknownNameError, UnsupportedError
-from kveval.geometry import geometry_from_config, text_config
+from kveval.formats.scales import StaticScales
+from kveval.geometry import LayerGeometry, geometry_from_config, text_config
 from kveval.identity import digest
 from kveval.model_cache import cached_sha256, gguf_folder, models_dir, read_manifest, weight_files
 from kveval.model_fetch import PackagedModel, convert, known_models
@@ -36,6 +38,7 @@ __all__ = [
     "ModelSpec",
     "PackagedModel",
     "ResolvedModel",
+    "carried_scales",
     "compute_device",
     "describe",
     "known_models",
@@ -102,6 +105,22 @@ def describe(model: ModelSpec, device: str = "auto") -> ModelInfo:
     return _describe(model, resolved, folder, _tokenizer(folder), _device(device))
 
 
+def carried_scales(model: ModelSpec, layers: Sequence[LayerGeometry]) -> StaticScales | None:
+    """Scales of keys and values in the model's checkpoint, or None; see `kveval.checkpoint_scales.find`.
+
+    A hub model's weights are downloaded only if there are any.
+
+    Raises:
+        ModelError: the checkpoint can't be read, or its scales are not whole.
+    """
+    resolved = resolve(model)
+    if resolved.kind == "hub":
+        folder = _local_folder(resolved, weights=False)
+        if not checkpoint_scales.has_scales(checkpoint_scales.hub_tensor_names(resolved.location, folder)):
+            return None
+    return checkpoint_scales.find(_local_folder(resolved, weights=True), layers)
+
+
 def compute_device(name: str) -> str:
     """Type of the device that "auto", "cpu" or "cuda" stands for on this machine: "cpu" or "cuda".
 
@@ -134,7 +153,7 @@ def load(model: ModelSpec, *, device: str = "auto") -> LoadedModel:
     folder = _local_folder(resolved, weights=True)
     tokenizer, target = _tokenizer(folder), _device(device)
     info = _describe(model, resolved, folder, tokenizer, target)
-    with _readable(folder, "model"):
+    with _readable(folder, "model"), _unreported():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, info.compute_dtype),
@@ -350,8 +369,35 @@ def _readable(folder: Path, what: str) -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """Keep transformers from listing surplus weights: `_require_all_keys` refuses those that matter, by name."""
+
+    def matters(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(matters)
+    try:
+        yield
+    finally:
+        logger.removeFilter(matters)
+
+
 def _require_all_keys(name: str, found: Mapping[str, Any]) -> None:
-    """Refuse weights that don't match the architecture: a random layer makes every figure void."""
+    """Refuse weights that don't match the architecture: a random layer makes every figure void.
+
+    Scales of a narrow cache are no weights; which of them are used is the plan's business.
+    """
+    surplus = [key for key in found["unexpected_keys"] if not checkpoint_scales.is_scale(key)]
+    unused = sorted(key for key in surplus if checkpoint_scales.is_unused_scale(key))
+    if unused:
+        _log.warning(
+            "model %r carries %d scales for narrow queries or probabilities (%s, ...); kveval keeps these wide.",
+            name, len(unused), unused[0],
+        )  # fmt: skip
+    found = {**found, "unexpected_keys": set(surplus).difference(unused)}
     problems = [
         f"{len(names)} {kind.removesuffix('_keys')} ({', '.join(sorted(map(str, names))[:3])})"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")

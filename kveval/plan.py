@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kveval.config import SweepConfig, TaskConfig
-from kveval.errors import ConfigError, LengthError
+from kveval.errors import ConfigError, LengthError, UnsupportedError
+from kveval.formats.layout import LayerFormat, layer_formats
+from kveval.formats.scales import StaticScales
 from kveval.formats.spec import KVScheme, get_scheme
+from kveval.geometry import LayerGeometry
 from kveval.identity import digest
 from kveval.records import SCHEMA_VERSION, Role
 
-__all__ = ["AA_LABEL", "Arm", "Cell", "Plan", "TaskPlan", "build_plan"]
+__all__ = ["AA_LABEL", "Arm", "Cell", "Plan", "TaskPlan", "build_plan", "settle_scales"]
 
 AA_LABEL = "bf16 (A/A)"
 
@@ -118,6 +121,85 @@ def arms_of(config: SweepConfig) -> tuple[Arm, ...]:
         *(Arm(s.name, "scheme", s, chunk, config.reads) for s in config.schemes),
         Arm("crush", "crush", get_scheme("crush"), chunk, config.reads),
     )
+
+
+def settle_scales(
+    config: SweepConfig,
+    layers: Sequence[LayerGeometry],
+    weights_digest: str,
+    carried: Callable[[], StaticScales | None],
+) -> SweepConfig:
+    """The sweep with the numbers in place of `scales: checkpoint`, once every scheme is known to fit the model.
+
+    Args:
+        config: The sweep.
+        layers: The model's geometry.
+        weights_digest: The model's, as `kveval.models.ModelInfo` has it.
+        carried: Gives the scales in the model's checkpoint. Called only if a scheme could take them.
+
+    Raises:
+        ConfigError: a scheme lacks scales that it needs, says nothing of scales that the checkpoint carries, has scales
+            of another model or element, or names layers that the model does not have.
+        UnsupportedError: a format can't store a layer's head size.
+    """
+    schemes = []
+    for i, scheme in enumerate(config.schemes):
+        try:
+            settled = _with_scales(scheme, weights_digest, carried)
+            _check_elements(settled, layer_formats(settled, layers))
+        except (ConfigError, UnsupportedError) as error:
+            where, kind = (
+                config.where("schemes", i),
+                ConfigError if isinstance(error, ConfigError) else UnsupportedError,
+            )
+            raise kind(f"{where + ': ' if where else ''}{scheme.name}: {error.message}", remedy=error.remedy) from error
+        schemes.append(settled)
+    return config.model_copy(update={"schemes": tuple(schemes)})
+
+
+def _with_scales(scheme: KVScheme, weights_digest: str, carried: Callable[[], StaticScales | None]) -> KVScheme:
+    scales, entry = scheme.scales, f"{{name: my_{scheme.name}, extends: {scheme.name}, scales: "
+    if scales == "checkpoint":
+        scales = carried()
+        if scales is None:
+            raise ConfigError(
+                "`scales: checkpoint`, but the model's checkpoint carries no scales of keys and values.",
+                remedy="`kveval calibrate` makes them; name its file as `scales`.",
+            )
+    elif scales is None and scheme.takes_scales and carried() is not None:
+        raise ConfigError(
+            "the model's checkpoint carries scales of keys and values; the config doesn't say what to do with them.",
+            remedy=f"Write {entry}checkpoint}} to store with them, or {entry}none}} to leave them out.",
+        )
+    if isinstance(scales, StaticScales):
+        if scales.weights_digest not in (None, weights_digest):
+            raise ConfigError(
+                f"the scales of {scales.source} were calibrated on another model (weights {scales.weights_digest}, "
+                f"these are {weights_digest}).",
+                remedy="Calibrate on this model.",
+            )
+        return scheme.model_copy(update={"scales": scales})
+    if scheme.needs_scales:
+        raise ConfigError(
+            "this scheme stores with calibrated scales and has none.",
+            remedy="Make them: `kveval calibrate MODEL --text FILE --out scales.json`; "
+            f"then write {entry}scales.json}}.",
+        )
+    return scheme
+
+
+def _check_elements(scheme: KVScheme, formats: Iterable[LayerFormat | None]) -> None:
+    """Scales that bring one element's range to its end leave another's unused, or overflow it."""
+    if not isinstance(scheme.scales, StaticScales) or scheme.scales.element is None:
+        return
+    sides = (role for fmt in formats if fmt is not None for role in (fmt.key, fmt.value))
+    others = {side.format.element for side in sides if side.scales is not None} - {scheme.scales.element}
+    if others:
+        raise ConfigError(
+            f"the scales of {scheme.scales.source} are for {scheme.scales.element}, "
+            f"and the scheme stores {' and '.join(sorted(others))} with them.",
+            remedy="Calibrate with this scheme.",
+        )
 
 
 def build_plan(config: SweepConfig, model: Any, tasks: Iterable[TaskPlan], *, device: str) -> Plan:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 __all__ = ["METRICS", "SCHEMA_VERSION", "TIMING_FIELDS", "Metric", "Record", "Role"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Of plans, manifests and records."""
 
 Role = Literal["baseline", "scheme", "aa", "crush"]
 """What an arm is for: the BF16 baseline, a scheme under test, or one of the two controls."""
@@ -80,6 +81,8 @@ class Record:
     constant_bytes: int | None = None
     padding_bytes: int | None = None
     wide_layer_bytes: int | None = None
+    wide_token_bytes: int | None = None
+    undo_bytes: int | None = None
     billed_bytes: int | None = None
     cache_tokens: int | None = None
     packed_reads: int | None = None

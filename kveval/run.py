@@ -9,21 +9,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kveval import env, selftest
+from kveval import env, layer_errors, selftest
 from kveval.backends.base import Backend, Output
 from kveval.config import SweepConfig
 from kveval.errors import ConfigError, KvevalError, MeasurementError, UnknownNameError
 from kveval.evaluate import sessions_of
-from kveval.models import compute_device, describe, load, load_tokenizer
-from kveval.plan import Arm, Cell, Plan, TaskPlan, build_plan
+from kveval.layer_note import NOTE, LayerErrors, read_layer_errors
+from kveval.models import carried_scales, compute_device, describe, load, load_tokenizer
+from kveval.plan import Arm, Cell, Plan, TaskPlan, build_plan, settle_scales
 from kveval.progress import Progress
 from kveval.prompting import PromptTemplate
 from kveval.records import METRICS, Record
 from kveval.store import RunStore
 from kveval.tasks import Sample, Task, TaskContext, load_task
+
+if TYPE_CHECKING:
+    from kveval.backends.hf import HFBackend
 
 __all__ = ["Progress", "RunSummary", "make_samples", "plan_sweep", "run_sweep"]
 
@@ -60,8 +65,8 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
     """Resolve a sweep's model and tasks into a plan. Loads the tokenizer, not the weights.
 
     Raises:
-        KvevalError: if the model, a task, a context length or the capacity's GPU can't be had, or the gate can't be
-            decided.
+        KvevalError: if the model, a task, a context length or the capacity's GPU can't be had, a scheme does not fit
+            the model or lacks its scales, or the gate can't be decided.
     """
     tasks = [
         load_task(t.name, t.params, label=t.label, where=config.where("tasks", i)) for i, t in enumerate(config.tasks)
@@ -70,6 +75,8 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
         info = describe(config.model, device=config.model.device)
     except UnknownNameError as error:
         raise UnknownNameError(error.kind, error.name, error.known, where=config.where("model", "id")) from error
+    carried = cache(lambda: carried_scales(config.model, info.geometry))
+    config = settle_scales(config, info.geometry, info.weights_digest, carried)
     task_plans = [TaskPlan(t.label, t.version, t.identity(), t.passage) for t in tasks]
     plan = build_plan(config, info, task_plans, device=compute_device(config.model.device))
     sessions_of(config, plan.model)
@@ -128,6 +135,8 @@ def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None
         progress.advance(progress.total - sum(c.tokens for c in todo) * len(plan.arms), "resuming")
         if todo:
             backend = _load_backend(config, store)
+            progress.advance(0, "error by layer")
+            _note_layer_errors(plan, samples, backend, store)
             timed = _first_of_each_length(clusters)
             for cluster in todo:
                 decode_tokens = config.decode_tokens if cluster in timed else 0
@@ -158,12 +167,36 @@ def _first_of_each_length(clusters: Iterable[_Cluster]) -> list[_Cluster]:
     return list(first.values())
 
 
-def _load_backend(config: SweepConfig, store: RunStore) -> Backend:
+def _load_backend(config: SweepConfig, store: RunStore) -> HFBackend:
     from kveval.backends.hf import HFBackend
 
     backend = HFBackend(load(config.model, device=config.model.device))
     store.write_note("self_test.json", selftest.check(backend))
     return backend
+
+
+def _note_layer_errors(
+    plan: Plan, samples: Mapping[tuple[str, int], list[Sample]], backend: HFBackend, store: RunStore
+) -> None:
+    """Measure each layer's error on the first of the longest samples, unless the run has that already.
+
+    It explains the sweep's figures and decides none of them: if it fails, the note says why and the sweep goes on.
+    """
+    known = read_layer_errors(store.path)
+    if known is not None and known.measured:
+        return
+    task, length = max(samples, key=lambda at: at[1])
+    sample = samples[task, length][0]
+    rows, problem = [], None
+    try:
+        rows = layer_errors.measure(backend, plan.arms, sample.prompt_ids)
+    except (KvevalError, RuntimeError) as error:
+        log.exception("measuring the error by layer failed")
+        problem = f"{type(error).__name__}: {error}"
+    tokens = min(len(sample.prompt_ids), layer_errors.MAX_TOKENS)
+    queries = min(tokens, layer_errors.PROBED_QUERIES)
+    found = LayerErrors(task, sample.id, tokens, queries, tuple(rows), problem)
+    store.write_note(NOTE, found.to_dict())
 
 
 def _run_cluster(
@@ -243,6 +276,8 @@ def _record(sample: Sample, cell: Cell, output: Output) -> Record:
         constant_bytes=ran.stored.constants,
         padding_bytes=ran.stored.padding,
         wide_layer_bytes=ran.stored.wide_layers,
+        wide_token_bytes=ran.stored.wide_tokens,
+        undo_bytes=ran.stored.undo,
         billed_bytes=ran.billed,
         cache_tokens=ran.cache_tokens,
         packed_reads=ran.packed_reads,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
+from kveval.attention import FLOAT32_PATH, recorded_paths
 from kveval.errors import MeasurementError
 from kveval.formats.spec import get_scheme
 from kveval.plan import Arm
@@ -68,7 +69,7 @@ def _greedy_plain(backend: HFBackend, ids: list[int]) -> tuple[list[int], torch.
     """Greedy tokens and their logits [NEW_TOKENS, V] with transformers' own cache and attention."""
     model: Any = backend.loaded.model
     ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(_reference_attention(backend, ids))
     try:
         input_ids = torch.tensor([ids], device=backend.loaded.device)
         out = model.generate(
@@ -83,6 +84,17 @@ def _greedy_plain(backend: HFBackend, ids: list[int]) -> tuple[list[int], torch.
     return out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits).float()
 
 
+def _reference_attention(backend: HFBackend, ids: list[int]) -> str:
+    """The implementation to compare with; transformers' own "sdpa" leaves out capped scores and attention sinks."""
+    with recorded_paths() as paths:
+        backend.forward(ids, backend.new_cache(_bf16_arm(ids)), keep=1)
+    return "eager" if FLOAT32_PATH in paths.values() else "sdpa"
+
+
+def _bf16_arm(ids: list[int]) -> Arm:
+    return Arm("bf16", "baseline", get_scheme("bf16"), len(ids), "stored")
+
+
 def _greedy_config(model: Any) -> Any:
     config = copy.deepcopy(model.generation_config)
     greedy = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
@@ -95,7 +107,7 @@ def _greedy_config(model: Any) -> Any:
 @torch.inference_mode()
 def _greedy_packed(backend: HFBackend, ids: list[int], *, forced: list[int]) -> tuple[list[int], torch.Tensor]:
     """Argmax and logits [NEW_TOKENS, V] of the BF16 scheme, fed with the tokens of the plain run one by one."""
-    cache = backend.new_cache(Arm("bf16", "baseline", get_scheme("bf16"), len(ids), "stored"))
+    cache = backend.new_cache(_bf16_arm(ids))
     logits = [backend.forward(ids, cache, keep=1)]
     logits += [backend.forward([token], cache, keep=1) for token in forced[:-1]]
     stacked = torch.cat(logits).float()

@@ -9,14 +9,17 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 import typer
 
 from kveval import config
 from kveval.cli import app
-from kveval.formats.spec import get_scheme, scheme_names
+from kveval.formats.element_types import element_names, get_element
+from kveval.formats.hardware import GPUS, native
+from kveval.formats.spec import SCALE_RULES, KVScheme, LayerOverride, TensorFormat, get_scheme, scheme_names
 from kveval.records import METRICS, Record
+from kveval.report.format_text import describe, format_markdown, levels_text
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 HEADER = "<!-- Written by scripts/make_reference.py; change the code, not this page. -->\n"
@@ -45,8 +48,13 @@ overrides a key on the command line. Lengths are in tokens and may be written 40
 """
 
 FORMATS_INTRO = """\
-Bytes include scales and zero points. "Append-invariant" formats store the same bytes however a prompt is split into
-chunks; the others freeze a scale at the first write of a sequence, so the chunk size is part of the result.
+`kveval formats` lists them, `kveval show-format NAME` prints the section of one for any head size.
+[What decides their bytes, and the traps](../explanation/formats.md) has the reasons behind the numbers;
+[how to add one](../how-to/add-a-format.md) the steps.
+
+Sizes include scales and zero points. "Append-invariant" formats store the same bytes however a prompt is split into
+chunks; the others freeze something at the first write of a sequence, so the chunk size is part of the result. Bytes per
+token are those of 32 layers with 8 heads of 128.
 
 """
 
@@ -78,15 +86,26 @@ def _parameter_row(parameter: Any) -> str:
 def _config_blocks() -> Iterator[str]:
     blocks = (
         config.SweepConfig, config.ModelConfig, config.TaskConfig, config.CapacityConfig, config.GateConfig,
-        config.GateEndpoint, config.ControlsConfig,
+        config.GateEndpoint, config.ControlsConfig, KVScheme, TensorFormat, LayerOverride,
     )  # fmt: skip
     for block in blocks:
-        yield f"## {block.__name__}\n\n{_one_line(inspect.getdoc(block) or '')}\n"
+        about, _, attributes = (inspect.getdoc(block) or "").partition("\nAttributes:\n")
+        yield f"## {block.__name__}\n\n{_one_line(about)}\n"
+        meanings = _meanings(attributes)
+        more = " meaning |" if meanings else ""
         rows = [
             f"| `{name}` | {_type(field.annotation)} | {_default(block, name, field)} |"
+            + (f" {meanings[name]} |" if meanings else "")
             for name, field in block.model_fields.items()
         ]
-        yield "| key | type | default |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+        rule = "| --- | --- | --- |" + (" --- |" if more else "")
+        yield f"| key | type | default |{more}\n{rule}\n" + "\n".join(rows) + "\n"
+
+
+def _meanings(attributes: str) -> dict[str, str]:
+    """Name -> text, from the attributes of a docstring: one `name: text` each, continued with a deeper indent."""
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
+    return {name: _one_line(text).replace("|", "\\|") for name, text in found}
 
 
 FILLED_IN = {("SweepConfig", "name"): "the file's name", ("TaskConfig", "label"): "the task's name"}
@@ -101,30 +120,61 @@ def _default(block: type, name: str, field: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Union:
+        return "`" + " or ".join(_type(kind).strip("`") for kind in get_args(annotation)) + "`"
     text = (
         annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
     )
+    text = re.sub(r"Annotated\[([\w.]+KVScheme), BeforeValidator\(.*?\)\]", r"\1", text)
     text = re.sub(r"(typing|kveval\.\w+(\.\w+)?)\.", "", text)
     text = re.sub(r"Annotated\[int,.*?gt=0\)\]\)?\]", "length", text)
-    return "`" + text.replace("|", "or") + "`"
+    return "`" + text.replace("|", "or").replace("NoneType", "None") + "`"
 
 
 def _formats() -> str:
-    rows = []
-    for name in scheme_names():
-        scheme = get_scheme(name)
-        bits = [side.bits_per_element(128) for side in (scheme.key, scheme.value)]
-        rows.append(
-            f"| `{name}` | {scheme.summary} | {bits[0]:g} / {bits[1]:g} "
-            f"| {scheme.layer_bytes_per_token(head_dim_k=128, head_dim_v=128, kv_heads=8) * 32:,} "
-            f"| {'yes' if scheme.append_invariant else 'no'} | {', '.join(scheme.engines)} |"
-        )
+    facts = [describe(get_scheme(name)) for name in scheme_names()]
+    rows = [
+        f"| [`{f['name']}`](#{f['name']}) | {f['summary']} "
+        f"| {f['bytes']['bits_per_element']['key']:g} / {f['bytes']['bits_per_element']['value']:g} "
+        f"| {f['bytes']['example_token']:,.10g} | {f['bytes']['fewer_than_bf16']:.2f}x "
+        f"| {'yes' if f['append_invariant'] else 'no'} |"
+        for f in facts
+    ]
     head = (
-        "| scheme | keys and values | bits per element, K / V, head size 128 "
-        "| bytes per token, 32 layers x 8 heads x 128 "
-        "| append-invariant | called by engines |\n| --- | --- | --- | --- | --- | --- |\n"
+        "| format | keys and values | bits per element, K / V | bytes per token | vs BF16 | append-invariant |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
     )
-    return head + "\n".join(rows) + "\n"
+    sections = "\n".join(format_markdown(f) for f in facts)
+    return head + "\n".join(rows) + "\n\n" + _elements() + "\n" + _scale_rules() + "\n" + sections
+
+
+def _elements() -> str:
+    """Every element: its numbers, where it is defined, and what GPUs do with its codes."""
+    head = "## Elements\n\nA code stands for a number, which is read times a scale (plus a zero point).\n\n"
+    elements = [get_element(name) for name in element_names()]
+    rows = [f"| `{e.name}` | {e.bits} | {levels_text(e)} | {e.source} |" for e in elements]
+    table = "| element | bits | numbers | defined by |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
+    columns = "".join(f" {gpu} |" for gpu in GPUS)
+    rules = " --- |" * len(GPUS)
+    answers = []
+    for element in elements:
+        found = native(element.name)
+        for question, by_gpu in (("convert", found.convert), ("multiply", found.multiply)):
+            answers.append(f"| `{element.name}`: {question} |" + "".join(f" {answer} |" for answer in by_gpu))
+    return f"{head}{table}\n\n{HARDWARE_INTRO}\n| |{columns}\n| --- |{rules}\n" + "\n".join(answers) + "\n"
+
+
+def _scale_rules() -> str:
+    rows = [f"| `{name}` | {rule.summary} | {', '.join(rule.granularities)} |" for name, rule in SCALE_RULES.items()]
+    table = "| scale rule | the scale is | granularities |\n| --- | --- | --- |\n" + "\n".join(rows)
+    return f"## Scale rules\n\n{table}\n"
+
+
+HARDWARE_INTRO = """\
+What GPUs do with the codes themselves: how a code becomes a 16-bit number, and whether tensor cores multiply codes as
+they are. Scales are applied apart, except e2m1 with the block scales of NVFP4 and MXFP4 on Blackwell. kveval decodes
+through a table on every device.
+"""
 
 
 def _records() -> str:

@@ -12,9 +12,6 @@ from kveval.capacity import (
     Budget,
     Gpu,
     cache_cost,
-    exchange_rate,
-    format_interval,
-    format_loss,
     format_tokens,
     get_gpu,
     known_gpus,
@@ -25,6 +22,11 @@ from kveval.capacity import (
 )
 from kveval.config import CapacityConfig
 from kveval.errors import ConfigError, UnknownNameError, UnsupportedError
+from kveval.exchange_rate import (
+    exchange_rate,
+    format_interval,
+    format_loss,
+)
 from kveval.formats.spec import KVScheme, TensorFormat, get_scheme
 from kveval.geometry import LayerGeometry
 from kveval.records import METRICS

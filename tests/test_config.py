@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kveval.config import SweepConfig, load_config
 from kveval.errors import ConfigError, UnknownNameError
+from kveval.formats.scales import StaticScales
 from kveval.formats.spec import get_scheme
 
 MINIMAL = """\
@@ -14,6 +16,14 @@ schemes: [nvfp4]
 tasks: [niah_single]
 context_lengths: [1k]
 """
+
+
+SCALES = {"key": {"0": [0.5]}, "value": {"0": [0.25]}, "model": "m", "tokens": 4096, "element": "e4m3"}
+
+
+def own(entry: str) -> str:
+    """`MINIMAL` with this scheme."""
+    return MINIMAL.replace("[nvfp4]", f"[{entry}]")
 
 
 def write(tmp_path: Path, text: str, name: str = "sweep.yaml") -> Path:
@@ -59,6 +69,59 @@ def test_inline_scheme_takes_sides_of_presets(tmp_path):
     assert scheme.name == "mine"
     assert scheme.key == get_scheme("nvfp4").key
     assert scheme.value == get_scheme("int8_per_token_head").value
+
+
+def test_a_scheme_extends_a_preset(tmp_path):
+    write(tmp_path, json.dumps(SCALES), "scales.json")
+    text = own(
+        "{name: mine, extends: fp8_e4m3, scales: scales.json, sink_tokens: 4, residual_length: 128,"
+        ' skip_layers: ["first:2"], layers: [{layers: ["last:2"], both: bf16}], sliding: quantized}'
+    )
+    scheme = load_config(write(tmp_path, text)).schemes[0]
+    fp8, bf16 = get_scheme("fp8_e4m3"), get_scheme("bf16")
+    assert (scheme.name, scheme.key, scheme.value) == ("mine", fp8.key, fp8.value)
+    assert (scheme.sink_tokens, scheme.residual_length, scheme.sliding) == (4, 128, "quantized")
+    assert scheme.skip_layers == ("first:2",)
+    assert [(o.layers, o.key, o.value) for o in scheme.layers] == [(("last:2",), bf16.key, bf16.value)]
+    assert scheme.scales == StaticScales(source="scales.json", key={0: (0.5,)}, value={0: (0.25,)}, element="e4m3")
+
+
+@pytest.mark.parametrize("word", ["checkpoint", "none"])
+def test_scales_by_a_word(tmp_path, word):
+    text = own(f"{{name: mine, extends: fp8_e4m3, scales: {word}}}")
+    assert load_config(write(tmp_path, text)).schemes[0].scales == word
+
+
+def test_scales_lie_beside_the_file_that_names_them(tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base", json.dumps(SCALES), "scales.json")
+    write(tmp_path / "base", own("{name: mine, extends: fp8_e4m3, scales: scales.json}"), "base.yaml")
+    child = write(tmp_path, "extends: base/base.yaml\nsamples: 3\n")
+    monkeypatch.chdir(tmp_path.parent)
+    assert load_config(child).schemes[0].scales.key == {0: (0.5,)}
+    absolute = write(tmp_path, own(f"{{name: mine, extends: fp8_e4m3, scales: {tmp_path}/base/scales.json}}"))
+    assert load_config(absolute).schemes[0].scales.value == {0: (0.25,)}
+
+
+def test_a_preset_keeps_its_name_only_as_it_is(tmp_path):
+    same = load_config(write(tmp_path, own("{name: fp8_e4m3, extends: fp8_e4m3, scales: none}"))).schemes[0]
+    assert same.identity() == get_scheme("fp8_e4m3").identity()
+
+
+def test_a_config_with_scales_reads_back(tmp_path):
+    write(tmp_path, json.dumps(SCALES), "scales.json")
+    text = own("{name: mine, extends: fp8_e4m3, scales: scales.json, layers: [{layers: [0], both: bf16}]}, kivi4")
+    config = load_config(write(tmp_path, text))
+    dumped = json.loads(config.model_dump_json())
+    assert SweepConfig.model_validate(dumped).schemes == config.schemes
+
+
+def test_the_json_schema_admits_names_and_mappings():
+    schema = SweepConfig.model_json_schema()
+    kinds = schema["properties"]["schemes"]["items"]["anyOf"]
+    assert {"type": "string"} in kinds
+    assert {"$ref": "#/$defs/KVScheme"} in kinds
+    assert "TensorFormat" in schema["$defs"]
 
 
 def test_overrides(tmp_path):
@@ -135,6 +198,52 @@ def gate(scheme="nvfp4", metric="answer_nll", task="niah_single", length="1k"):
         ),
         (MINIMAL.replace("[niah_single]", "[{name: niah_single, params: 3}]"), 3, ["params is a mapping"]),
         ("? [a, b]\n: 1\n", 1, ["a key is a list or mapping"]),
+        (own("{name: a, extends: fp8_e4m3, sink_token: 4}"), 2, ["'schemes.0.sink_token'", "'sink_tokens'"]),
+        (own("{name: a, extend: fp8_e4m3}"), 2, ["'schemes.0.extend'", "Did you mean 'extends'"]),
+        (own("nvfp4, {name: a, both: {elemnt: e4m3}}"), 2, ["'schemes.1.both.elemnt'", "Did you mean 'element'"]),
+        (own("{name: a, key: {elemnt: e4m3}}"), 2, ["'schemes.0.key.elemnt'"]),
+        (
+            own("{name: a, extends: nvfp4, layers: [{layers: [0], bot: bf16}]}"),
+            2,
+            ["'schemes.0.layers.0.bot'", "Did you mean 'both'"],
+        ),
+        (own("{name: a, extends: nvfp4, layers: [{both: bf16}]}"), 2, ["'schemes.0.layers.0.layers' is missing"]),
+        (own("{name: a, extends: nvfp4, layers: 3}"), 2, ["`layers` is a list of mappings"]),
+        (own("{name: a, extends: nvfp4, skip_layers: 3}"), 2, ["schemes.0.skip_layers: write a list"]),
+        (own("{name: a, extends: nvfp4, skip_layers: [1.5]}"), 2, ["schemes.0.skip_layers.0: "]),
+        (own("{name: a, extends: nvfp4, sink_tokens: -1}"), 2, ["schemes.0.sink_tokens: ", "greater than"]),
+        (own("{name: a, extends: nvfp4, sliding: wide}"), 2, ["schemes.0.sliding: ", "'bf16' or 'quantized'"]),
+        (own("{name: a, extends: kivi4, residual_length: 100}"), 2, ["schemes.0: residual_length must be a multiple"]),
+        (own("{name: a, extends: [nvfp4]}"), 2, ["schemes.0: `extends` takes the name of a preset"]),
+        (own("{name: a, extends: nvfp4, 3: 4}"), 2, ["schemes.0: keys of a scheme are words"]),
+        (own("{extends: nvfp4}"), 2, ["schemes.0: a scheme is a preset's name, or a mapping with a `name`"]),
+        (own("3"), 2, ["schemes.0: write a mapping"]),
+        (own("{name: a, key: bf16}"), 2, ["'schemes.0.value' is missing", "`extends: PRESET`"]),
+        (own("{name: a, extends: nvfp5}"), 2, ["unknown scheme 'nvfp5'", "Did you mean 'nvfp4'"]),
+        (own("{name: a, both: nvfp5}"), 2, ["unknown scheme 'nvfp5'"]),
+        (own("{name: a, both: {element: e4m4}}"), 2, ["unknown element type 'e4m4'", "Did you mean 'e4m3'"]),
+        (
+            own("{name: a, both: {element: e4m3, granularity: per_token, scale_rule: amx, scale_dtype: fp32}}"),
+            2,
+            ["unknown scale rule 'amx'", "'amax'"],
+        ),
+        (own("{name: a, extends: fp8_e4m3, scales: 3}"), 2, ["schemes.0.scales is 3", "kveval calibrate"]),
+        (own("{name: a, extends: fp8_e4m3, scales: no.json}"), 2, ["can't read scales from", "no.json"]),
+        (own("{name: a, extends: nvfp4, scales: checkpoint}"), 2, ["scales go with formats whose scale_rule is"]),
+        (
+            own("{name: a, extends: fp8_e4m3, scales: {source: s, key: {0: [-1]}}}"),
+            2,
+            ["schemes.0.scales: the key scales of layer 0 must be finite and above 0"],
+        ),
+        (own("{name: nvfp4, extends: nvfp4, sink_tokens: 4}"), 2, ["'nvfp4' is the name of a preset", "my_nvfp4"]),
+        (
+            own("{name: fp8_e4m3, extends: fp8_e4m3, scales: checkpoint}"),
+            2,
+            ["'fp8_e4m3' is the name of a preset, and this scheme is another one"],
+        ),
+        (own("nvfp4, {name: nvfp4, extends: nvfp4, sink_tokens: 4}"), 1, ["appears 2 times", "its own `name`"]),
+        # The name is looked for where schemes stand, not in the model's id.
+        (MINIMAL.replace("some-model", "nvfp5").replace("[nvfp4]", "[nvfp5]"), 2, ["unknown scheme 'nvfp5'"]),
         (gate(length="2k"), 1, ["asks for 2048 tokens, but the sweep runs 1024"]),
         ("model: {id: [}\n", None, ["not valid YAML"]),
         ("- 1\n", None, ["not a mapping"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -30,6 +29,22 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 SHARING = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full", "sliding")]
+LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 4,
+    "num_key_value_heads": 4,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
@@ -51,15 +66,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "falcon": {"multi_query": True, "alibi": False, "bias": False},
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "num_key_value_heads": None},
-    "deepseek_v3": {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 4,
-        "num_key_value_heads": 4,
+    "deepseek_v2": {**LATENT, "n_routed_experts": 2, "num_experts_per_tok": 1},
+    "deepseek_v3": LATENT,
+    "llama4_text": {
+        "head_dim": 16,
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 32,
+        "moe_layers": [],
     },
+    "qwen3_next": {**LINEAR, "num_experts": 2, "num_experts_per_tok": 1},
+    "qwen3_5_text": LINEAR,
 }
 
 
@@ -79,8 +95,6 @@ def test_widths_equal_those_of_a_live_cache(model_type: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if model_type == "deepseek_v3" and version("transformers").startswith("5.17"):
-        pytest.skip("transformers 5.17 caches decompressed heads")
     config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -98,7 +112,7 @@ def test_widths_equal_those_of_a_live_cache(model_type: str) -> None:
         assert mine.elements_per_token * 3 == theirs.keys.numel() + theirs.values.numel()
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "cohere2"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "cohere2", "llama4_text"])
 def test_config_without_layer_types_gives_what_transformers_infers(model_type: str) -> None:
     from transformers import AutoConfig
 
@@ -195,7 +209,24 @@ def test_shared_layers_point_at_the_last_owner_of_their_kind() -> None:
 def test_chunked_attention_keeps_one_chunk() -> None:
     types = ["chunked_attention"] * 3 + ["full_attention"]
     config = {**LLAMA_3_8B, "num_hidden_layers": 4, "layer_types": types, "attention_chunk_size": 8192}
-    assert [layer.window for layer in geometry_from_config(config)] == [8192, 8192, 8192, None]
+    layers = geometry_from_config(config)
+    assert [(layer.kind, layer.window, layer.chunked) for layer in layers] == [
+        *[("sliding", 8192, True)] * 3,
+        ("full", None, False),
+    ]
+
+
+def test_llama4_attends_in_chunks_where_it_has_rotary_positions() -> None:
+    config = {**LLAMA_3_8B, "model_type": "llama4_text", "num_hidden_layers": 5, "attention_chunk_size": 8192}
+    windows = [8192, 8192, 8192, None, 8192]
+    assert [layer.window for layer in geometry_from_config(config)] == windows
+    assert [layer.window for layer in geometry_from_config({**config, "no_rope_layers": []})] == windows
+    listed = {**config, "no_rope_layers": [0, 1, 0, 1, 1]}
+    assert [layer.window for layer in geometry_from_config(listed)] == [None, 8192, None, 8192, 8192]
+    every_second = {**config, "no_rope_layer_interval": 2}
+    assert [layer.chunked for layer in geometry_from_config(every_second)] == [True, False, True, False, True]
+    unchunked = {**config, "attention_chunk_size": None}
+    assert {layer.kind for layer in geometry_from_config(unchunked)} == {"full"}
 
 
 def test_gemma4_full_layers_have_heads_of_their_own() -> None:
@@ -241,6 +272,10 @@ def without(*keys: str, **more: Any) -> dict[str, Any]:
         (without(num_hidden_layers=0), "num_hidden_layers or n_layer or n_layers is 0"),
         (without(use_sliding_window=True, sliding_window=8), "no `max_window_layers`"),
         (without(model_type="gemma4_text"), "no `global_head_dim`"),
+        (
+            without(model_type="llama4_text", attention_chunk_size=8, no_rope_layers=[1]),
+            "lists 1 `no_rope_layers` for 32",
+        ),
         (without(num_kv_shared_layers=32), "no earlier layer is of type 'full_attention'"),
     ],
 )

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 
 from kveval.config import SweepConfig
-from kveval.errors import ConfigError, LengthError
-from kveval.formats.spec import build_scheme
+from kveval.errors import ConfigError, LengthError, UnsupportedError
+from kveval.formats.scales import StaticScales
+from kveval.formats.spec import build_scheme, get_scheme
 from kveval.geometry import LayerGeometry
 from kveval.models import ModelInfo
-from kveval.plan import TaskPlan, build_plan
+from kveval.plan import TaskPlan, build_plan, settle_scales
 
 CONFIG = {
     "name": "sweep",
@@ -114,7 +115,7 @@ def test_scheme_parameter_changes_only_that_schemes_cells():
         "mine",
         {
             "both": {
-                "element": "int4",
+                "element": "uint4",
                 "granularity": "per_group",
                 "group_size": 64,
                 "scale_rule": "minmax",
@@ -164,3 +165,97 @@ def test_one_measurement_under_two_names_is_refused():
     twin = build_scheme("twin", {"both": {"element": "e4m3", "granularity": "per_tensor", "scale_rule": "fixed"}})
     with pytest.raises(ConfigError, match="fp8_e4m3 on niah_single and twin on niah_single are the same measurement"):
         make(schemes=["fp8_e4m3", twin])
+
+
+PER_TENSOR = StaticScales(source="scales.json", key={0: (0.5,)}, value={0: (0.25,)})
+PER_HEAD = StaticScales(source="scales.json", key={0: (0.5, 0.6)}, value={0: (0.25, 0.26)})
+
+
+def scheme(extends: str, scales=None, **more):
+    return build_scheme("mine", {"extends": extends, "scales": scales, **more})
+
+
+def settle(*schemes, carried=None, layers=(LAYER,)):
+    """The schemes of a sweep once they are settled on a model whose checkpoint carries `carried`."""
+    config = SweepConfig.model_validate({**CONFIG, "schemes": list(schemes)})
+    return settle_scales(config, layers, "w", lambda: carried).schemes
+
+
+def never():
+    raise AssertionError("the checkpoint was read")
+
+
+def test_schemes_without_scales_leave_the_checkpoint_unread():
+    config = SweepConfig.model_validate({**CONFIG, "schemes": ["nvfp4", "k8v4", scheme("fp8_e4m3", "none")]})
+    assert settle_scales(config, (LAYER,), "w", never).schemes == config.schemes
+    given = SweepConfig.model_validate({**CONFIG, "schemes": [scheme("fp8_e4m3", PER_TENSOR)]})
+    assert settle_scales(given, (LAYER,), "w", never).schemes == given.schemes
+
+
+def test_scales_of_the_checkpoint_become_numbers():
+    (settled,) = settle(scheme("fp8_e4m3", "checkpoint"), carried=PER_TENSOR)
+    assert settled.scales == PER_TENSOR
+    assert settled.identity()["scales"] == PER_TENSOR.digest
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "turboquant_k8v4"])
+def test_scales_that_the_checkpoint_carries_are_not_passed_over(name):
+    with pytest.raises(ConfigError, match=f"{name}: the model's checkpoint carries scales") as caught:
+        settle("nvfp4", name, carried=PER_TENSOR)
+    assert f"{{name: my_{name}, extends: {name}, scales: checkpoint}}" in caught.value.remedy
+    assert "scales: none" in caught.value.remedy
+    assert settle(scheme(name, "none"), carried=PER_TENSOR)[0].scales == "none"
+    assert settle(name)[0] == get_scheme(name)
+
+
+def test_a_checkpoint_without_scales_has_none_to_take():
+    with pytest.raises(ConfigError, match=r"mine: `scales: checkpoint`, but .* carries no scales") as caught:
+        settle(scheme("fp8_e4m3", "checkpoint"))
+    assert "kveval calibrate" in caught.value.remedy
+
+
+@pytest.mark.parametrize("scales", [None, "none"])
+def test_a_scheme_that_needs_scales_is_refused_before_the_model_loads(scales):
+    with pytest.raises(ConfigError, match="mine: this scheme stores with calibrated scales and has none") as caught:
+        settle(scheme("fp8_per_head", scales))
+    assert "kveval calibrate" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (scheme("fp8_per_head", PER_TENSOR), "have 1 key scales for layer 0; per_head takes 2"),
+        (scheme("fp8_e4m3", PER_HEAD), "have 2 key scales for layer 0; per_tensor takes 1"),
+        (scheme("fp8_e4m3", PER_TENSOR.model_copy(update={"value": {1: (1.0,)}})), "no value scale for layer 0"),
+        (scheme("fp8_e4m3", PER_TENSOR.model_copy(update={"weights_digest": "x"})), "calibrated on another model"),
+        (scheme("fp8_e5m2", PER_TENSOR.model_copy(update={"element": "e4m3"})), "are for e4m3, .* stores e5m2"),
+        (scheme("fp8_e4m3", skip_layers=["first:2"]), "skip_layers: 'first:2' asks for 2 of 1 layers"),
+        (scheme("fp8_e4m3", layers=[{"layers": ["sliding"], "both": "bf16"}]), "no layer of this model"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(entry, message):
+    with pytest.raises(ConfigError, match=f"^mine: .*{message}"):
+        settle(entry)
+
+
+def test_scales_of_this_model_and_element_are_taken():
+    known = PER_HEAD.model_copy(update={"weights_digest": "w", "element": "e4m3"})
+    assert settle(scheme("fp8_per_head", known))[0].scales == known
+
+
+def test_a_head_size_that_a_format_cannot_store_is_refused_with_its_scheme():
+    narrow = LayerGeometry(kind="full", kv_heads=2, head_dim_k=80, head_dim_v=80)
+    with pytest.raises(UnsupportedError, match=r"^q8_0: .* 80 "):
+        settle("q8_0", layers=(narrow,))
+
+
+def test_the_digest_of_the_scales_is_in_the_cells_and_the_plan():
+    others = PER_TENSOR.model_copy(update={"key": {0: (0.75,)}})
+    plans = [make(schemes=[scheme("fp8_e4m3", s), "nvfp4"]) for s in (None, PER_TENSOR, others)]
+    before, given, other = (ids(plan) for plan in plans)
+    for length in (512, 1024):
+        assert len({cells["mine", length] for cells in (before, given, other)}) == 3
+        assert len({cells["nvfp4", length] for cells in (before, given, other)}) == 1
+    assert len({plan.to_dict()["plan_digest"] for plan in plans}) == 3
+    renamed = PER_TENSOR.model_copy(update={"source": "elsewhere.json"})
+    assert ids(make(schemes=[scheme("fp8_e4m3", renamed), "nvfp4"])) == given

@@ -32,5 +32,5 @@ def test_bf16_scheme_gives_the_same_greedy_tokens_as_plain_transformers(name, dt
     cache = QuantizedCache(loaded.model.config, "bf16")
     packed = loaded.model.generate(**inputs, **options, **{argument: cache})
     assert cache.get_seq_length() == packed.shape[1] - 1
-    assert cache.tokens_read() > 0
+    assert sum(cache.tokens_read()) > 0
     assert torch.equal(packed, plain)

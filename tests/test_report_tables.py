@@ -6,7 +6,11 @@ import pytest
 from report_records import ENV, make_config, make_data, make_plan, make_records
 from rich.console import Console
 
-from kveval.capacity import Budget, get_gpu, sessions_table
+from kveval.capacity import (
+    Budget,
+    get_gpu,
+    sessions_table,
+)
 from kveval.formats.spec import get_scheme
 from kveval.geometry import LayerGeometry
 from kveval.report.cells import Arm
@@ -124,11 +128,12 @@ def test_findings_show_machine_models_and_formats():
         "bytes_per_token_and_head_of_128": 204,
         "read_through": "packed",
         "works": False,
+        "problem": "nothing was encoded",
     }
     text = printed(findings_table({"env": ENV, "models": {"a": True, "b": False}, "schemes": [scheme]}))
     assert "packages.torch" in text
     assert "2.13.0" in text
-    assert "NO" in text
+    assert "NO: nothing was encoded" in text
 
 
 def test_runs():

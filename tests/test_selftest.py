@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BUILDERS, VOCABULARY, loaded, tiny_llama
+from tiny_models import ALL_BUILDERS, BUILDERS, VOCABULARY, loaded, tiny_llama
 
 from kveval import selftest
 from kveval.attention import ATTENTION
@@ -34,10 +34,14 @@ def backend_of(model: Any, **kwargs: Any) -> HFBackend:
     return HFBackend(loaded(model, Bytes(**kwargs)))
 
 
-@pytest.mark.parametrize("family", BUILDERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.float32) for family in ALL_BUILDERS), *((family, torch.bfloat16) for family in BUILDERS)],
+    ids=str,
+)
 def test_passes_on_every_family(family: str, dtype: torch.dtype) -> None:
-    backend = backend_of(BUILDERS[family](dtype))
+    """Capped scores, attention sinks, windows, chunks, latents, shared and recurrent layers included."""
+    backend = backend_of(ALL_BUILDERS[family](dtype))
     result = selftest.check(backend)
     assert result["plain"] == result["packed"]
     assert len(result["plain"]) == selftest.NEW_TOKENS
@@ -83,7 +87,7 @@ def test_fails_when_reads_return_something_else(fault: str, monkeypatch: pytest.
         "shifted": lambda x: x.roll(1, dims=2),
         "swapped heads": lambda x: x.flip(1),
     }[fault]
-    monkeypatch.setattr(PackedStore, "read", lambda self, length, dtype: change(read(self, length, dtype)))
+    monkeypatch.setattr(PackedStore, "read", lambda self, snapshot, dtype: change(read(self, snapshot, dtype)))
     backend = backend_of(tiny_llama())
     with pytest.raises(MeasurementError, match="does not reproduce plain transformers"):
         selftest.check(backend)

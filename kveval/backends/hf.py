@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kveval.attention import ATTENTION_PATH, cache_argument, use_packed_attention
+from kveval.attention import cache_argument, path_text, recorded_paths, use_packed_attention
 from kveval.backends.base import Effective, Output
-from kveval.cache import QuantizedCache, Reads
+from kveval.cache import QuantizedCache
 from kveval.errors import MeasurementError, UnsupportedError
 from kveval.models import LoadedModel
+from kveval.packed_layer import Reads
 from kveval.plan import Arm
 from kveval.prefixes import plan_prefill
 from kveval.scoring import log_probabilities, score_answer
@@ -48,7 +49,7 @@ class HFBackend:
     def score(
         self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], *, decode_tokens: int = 0
     ) -> Iterator[Output]:
-        """See `Backend.score`. The cache is built once, every sample is a branch that is cropped off again."""
+        """See `Backend.score`. The cache is built once, every sample is a branch of it, which is forgotten again."""
         with sdpa_kernel(SDPBackend.MATH) if arm.sdpa == "math" else nullcontext():
             yield from self._score(cluster, arm, baseline, decode_tokens)
 
@@ -101,54 +102,53 @@ class HFBackend:
     def _branch(
         self, sample: Sample, cache: QuantizedCache, arm: Arm, baseline: Tensor | None, prefill_s: float
     ) -> Output:
-        """Feed the rest of the prompt and the answer, score, and crop the cache back to where it was."""
-        stem = cache.get_seq_length()
-        rest = sample.prompt_ids[stem:]
-        if len(rest) > SCORING_TAIL:
-            prefill_s += self._prefill(rest[:-1], cache, arm.prefill_chunk)
-            rest = rest[-1:]
-        fed = [*rest, *sample.answer_ids[:-1]]
-        start, read_before = self._now(), cache.tokens_read()
-        logits = self.forward(fed, cache, keep=len(sample.answer_ids))
-        log_probs = log_probabilities(logits)
-        score = score_answer(log_probs, torch.tensor(sample.answer_ids, device=log_probs.device), baseline)
-        score_s = self._now() - start
-        effective = self._effective(cache, arm, read_before, fed=len(fed))
-        cache.crop_to(stem)
+        """Feed the rest of the prompt and the answer, score, and put the cache back to where it was."""
+        rest = sample.prompt_ids[cache.get_seq_length() :]
+        with cache.branch():
+            if len(rest) > SCORING_TAIL:
+                prefill_s += self._prefill(rest[:-1], cache, arm.prefill_chunk)
+                rest = rest[-1:]
+            fed = [*rest, *sample.answer_ids[:-1]]
+            start, read_before = self._now(), cache.tokens_read()
+            with recorded_paths() as paths:
+                logits = self.forward(fed, cache, keep=len(sample.answer_ids))
+            log_probs = log_probabilities(logits)
+            score = score_answer(log_probs, torch.tensor(sample.answer_ids, device=log_probs.device), baseline)
+            score_s = self._now() - start
+            path = path_text(paths) + (" (math)" if arm.sdpa == "math" else "")
+            effective = self._effective(cache, path, read_before, fed=len(fed))
         return Output(sample.id, score, effective, prefill_s, score_s, None, log_probs)
 
-    def _effective(self, cache: QuantizedCache, arm: Arm, read_before: int, *, fed: int) -> Effective:
+    def _effective(self, cache: QuantizedCache, path: str, read_before: list[int], *, fed: int) -> Effective:
         """What the scoring forward over the last `fed` tokens did; refused unless it read every layer's bytes."""
-        tokens, reads = cache.get_seq_length(), cache.tokens_read() - read_before
-        attended = tokens if cache.reads == "stored" else tokens - fed
-        due = 2 * len(cache.layers) * attended
-        if due == 0 or reads < due:
+        reads = [after - before for after, before in zip(cache.tokens_read(), read_before, strict=True)]
+        owed = cache.tokens_owed(fed)
+        if not any(owed) or any(read < due for read, due in zip(reads, owed, strict=True)):
             raise MeasurementError(
-                f"the scoring forward read {reads} of the {due} packed keys and values that it attends to; "
+                f"the scoring forward read {sum(reads)} of the {sum(owed)} packed keys and values that it attends to; "
                 "its result would be void."
             )
-        stored, billed = cache.stored_bytes(), cache.billed_bytes(tokens)
+        stored, billed = cache.stored_bytes(), cache.billed_bytes()
         if stored.stored != billed:
             raise MeasurementError(f"the live cache holds {stored.stored} bytes, but {billed} are billed.")
         return Effective(
-            attention_path=ATTENTION_PATH + (" (math)" if arm.sdpa == "math" else ""),
+            attention_path=path,
             compute_dtype=str(self._model.dtype).removeprefix("torch."),
-            cache_tokens=tokens,
-            packed_reads=reads,
+            cache_tokens=cache.get_seq_length(),
+            packed_reads=sum(reads),
             stored=stored,
             billed=billed,
         )
 
     def _time_decode(self, sample: Sample, cache: QuantizedCache, tokens: int) -> float:
         """Median seconds of `tokens` one-token forwards after an untimed one, with the sample's prompt cached."""
-        stem = cache.get_seq_length()
-        self._prefill(sample.prompt_ids[stem:], cache, SCORING_TAIL)
         seconds = []
-        for _ in range(tokens + 1):
-            start = self._now()
-            self.forward(sample.answer_ids[:1], cache, keep=1)
-            seconds.append(self._now() - start)
-        cache.crop_to(stem)
+        with cache.branch():
+            self._prefill(sample.prompt_ids[cache.get_seq_length() :], cache, SCORING_TAIL)
+            for _ in range(tokens + 1):
+                start = self._now()
+                self.forward(sample.answer_ids[:1], cache, keep=1)
+                seconds.append(self._now() - start)
         return statistics.median(seconds[1:])
 
     def _now(self) -> float:

@@ -1,10 +1,7 @@
-"""Element codecs: float32 values to packed codes and back, exactly as engines and hardware round.
+"""From scaled float32 values to the codes of an element, and from packed codes back to what they stand for.
 
-Every codec clamps to the element's finite range before it rounds: casts overflow differently on each
-torch (NaN above 464 for e4m3 in one, saturation in another). Ties go to the even code, as the
-hardware's `cvt.rn` does.
-
-Packed bytes hold 8 / bits codes each, the first element in the low bits.
+Values beyond an element's range take its end; nothing overflows. (Casts of torch do: above 464 e4m3 becomes NaN in one
+version and saturates in another, so values are clamped first.)
 """
 
 from __future__ import annotations
@@ -12,99 +9,98 @@ from __future__ import annotations
 import itertools
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kveval.formats.spec import ELEMENTS
+from kveval.formats.element_types import Element, get_element
+from kveval.formats.packing import unpack
 
-__all__ = ["decode", "encode", "pack", "unpack"]
+__all__ = ["decode", "nearest"]
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the eight e2m1 codes (OCP Microscaling Formats v1.0, section 5.3.3)."""
-
-
-def encode(element: str, values: Tensor, *, levels: str = "symmetric") -> Tensor:
-    """Round scaled values to codes and pack them.
-
-    Args:
-        element: Name in `ELEMENTS`.
-        values: float32 [..., D], already divided by its scale; finite.
-        levels: For integers, "symmetric" (two's complement, -max..max) or "unsigned" (0..2^bits-1).
-
-    Returns:
-        uint8 [..., ceil(D * bits / 8)].
-    """
-    info = ELEMENTS[element]
-    if info.kind == "wide":
-        return values.clamp(-info.max, info.max).to(torch.bfloat16).contiguous().view(torch.uint8)
-    if element in _FLOAT8:
-        return values.clamp(-info.max, info.max).to(_FLOAT8[element]).view(torch.uint8)
-    if element == "e2m1":
-        codes = _e2m1_codes(values)
-    elif levels == "unsigned":
-        codes = values.round().clamp(0, 2**info.bits - 1).to(torch.uint8)
-    else:
-        signed = values.round().clamp(-info.max, info.max).to(torch.int8)
-        codes = signed.view(torch.uint8) & (2**info.bits - 1)
-    return pack(codes, info.bits)
+_CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""Elements that torch rounds to, half to even, as `cvt.rn` does."""
 
 
-def decode(element: str, packed: Tensor, head_dim: int, *, levels: str = "symmetric") -> Tensor:
-    """The inverse of `encode`: uint8 [..., bytes] to float32 [..., head_dim], not yet scaled."""
-    if ELEMENTS[element].kind == "wide":
-        return packed.view(torch.bfloat16).float()
-    table = _table(element, levels, str(packed.device))
-    values = table.index_select(0, packed.reshape(-1).int())
-    return values.view(*packed.shape[:-1], -1)[..., :head_dim]
+def nearest(name: str, values: Tensor) -> Tensor:
+    """uint8 codes of the nearest numbers that the element holds, in the shape of `values` (float32, finite)."""
+    element = get_element(name)
+    if name in _CASTS:
+        return values.clamp(-element.max, element.max).to(_CASTS[name]).view(torch.uint8)
+    if _is_ramp(element):
+        first, low = element.values[0], min(element.numbers)
+        steps = values.round().clamp_(low, max(element.numbers))
+        if first == low:
+            return (steps.sub_(low) if low else steps).to(torch.uint8)
+        twos_complement = steps.to(torch.int8).view(torch.uint8)
+        return twos_complement if element.bits == 8 else twos_complement & (2**element.bits - 1)
+    thresholds, codes = (t.to(values.device) for t in _thresholds(name))
+    if _is_sign_magnitude(element):
+        sign = torch.signbit(values).to(torch.uint8) << (element.bits - 1)
+        return torch.bucketize(values.abs().contiguous(), thresholds, out_int32=True).to(torch.uint8) | sign
+    return codes[torch.bucketize(values.contiguous(), thresholds, out_int32=True)]
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [..., D] of `bits` each, low bits first, into uint8 [..., ceil(D * bits / 8)]."""
-    per_byte = 8 // bits
-    if per_byte == 1:
-        return codes
-    if short := -codes.shape[-1] % per_byte:
-        codes = torch.nn.functional.pad(codes, (0, short))
-    codes = codes.reshape(*codes.shape[:-1], -1, per_byte)
-    packed = codes[..., 0].clone()
-    for i in range(1, per_byte):
-        packed |= codes[..., i] << (bits * i)
-    return packed
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack`: uint8 [..., n] to uint8 [..., n * 8 / bits]."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2) if bits < 8 else packed
-
-
-_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-def _e2m1_codes(values: Tensor) -> Tensor:
-    """Nearest e2m1 code.
-
-    A midpoint goes to the even code: where that is the upper one, the threshold is the float just below the
-    midpoint, so that the midpoint itself counts as above it.
-    """
-    midpoints = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1_VALUES)])
-    thresholds = midpoints.clone()
-    thresholds[1::2] = torch.nextafter(midpoints[1::2], torch.zeros(3))
-    codes = torch.bucketize(values.abs().contiguous(), thresholds.to(values.device), out_int32=True).to(torch.uint8)
-    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+def decode(name: str, packed: Tensor, head_dim: int, *, packing: str = "sequential") -> Tensor:
+    """float32 [..., head_dim], not yet scaled, from packed codes uint8 [..., bytes]."""
+    element = get_element(name)
+    if packing == "sequential" and 8 % element.bits == 0:
+        values = _byte_table(name, str(packed.device)).index_select(0, packed.reshape(-1).int())
+        return values.view(*packed.shape[:-1], -1)[..., :head_dim]
+    codes = unpack(packed, element.bits, head_dim, packing)
+    return _code_table(name, str(packed.device)).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @cache
-def _table(element: str, levels: str, device: str) -> Tensor:
-    """float32 [256, 8 / bits]: what each byte decodes to."""
-    info = ELEMENTS[element]
-    every_byte = torch.arange(256, dtype=torch.uint8)
-    if element in _FLOAT8:
-        return every_byte.view(_FLOAT8[element]).float()[:, None].to(device)
-    codes = unpack(every_byte[:, None], info.bits).int()
-    if element == "e2m1":
-        magnitude = torch.tensor(E2M1_VALUES)[codes & 7]
-        return torch.where(codes >= 8, -magnitude, magnitude).to(device)
-    if levels == "symmetric":
-        codes = torch.where(codes >= 2 ** (info.bits - 1), codes - 2**info.bits, codes)
-    return codes.float().to(device)
+def _is_ramp(element: Element) -> bool:
+    """Whether it holds consecutive integers in order (two's complement wraps around) and rounds them as torch does."""
+    count, first = len(element.values), element.values[0]
+    numbers = sorted(element.numbers)
+    consecutive = numbers == [numbers[0] + i for i in range(len(numbers))] and first % 1 == 0
+    in_order = all(v != v or (v - first) % count == code for code, v in enumerate(element.values))
+    # torch rounds to the even number, `ties` says the even code.
+    return consecutive and in_order and element.ties == "even" and first % 2 == 0
+
+
+@cache
+def _is_sign_magnitude(element: Element) -> bool:
+    """Whether the codes' upper half mirrors the lower half, so that a negative zero has a code of its own."""
+    low, high = element.values[: len(element.values) // 2], element.values[len(element.values) // 2 :]
+    return min(low) == 0 and high == tuple(-v for v in low) and element.ties == "even"
+
+
+@cache
+def _thresholds(name: str) -> tuple[Tensor, Tensor]:
+    """float32 [n - 1] upper bounds of each level in ascending order, and uint8 [n] their codes.
+
+    A float32 is above a threshold exactly if it is above the midpoint of its neighbours, or on the midpoint and the
+    tie goes up.
+    """
+    element = get_element(name)
+    codes = [c for c, v in enumerate(element.values) if v == v]
+    if _is_sign_magnitude(element):
+        codes = codes[: len(codes) // 2]
+    codes.sort(key=lambda c: element.values[c])
+    bounds = []
+    for low, high in itertools.pairwise(codes):
+        middle = (element.values[low] + element.values[high]) / 2
+        bound = float(np.float32(middle))
+        tie_goes_up = element.ties == "upper" or high % 2 == 0
+        if bound > middle or (bound == middle and tie_goes_up):
+            bound = float(np.nextafter(np.float32(bound), np.float32(-np.inf)))
+        bounds.append(bound)
+    return torch.from_numpy(np.array(bounds, np.float32)), torch.tensor(codes, dtype=torch.uint8)
+
+
+@cache
+def _code_table(name: str, device: str) -> Tensor:
+    """float32 [2^bits]: what each code stands for."""
+    return torch.tensor(get_element(name).values, dtype=torch.float32, device=device)
+
+
+@cache
+def _byte_table(name: str, device: str) -> Tensor:
+    """float32 [256, 8 / bits]: what each byte of sequential codes stands for."""
+    every_byte = torch.arange(256, dtype=torch.uint8)[:, None]
+    bits = get_element(name).bits
+    return _code_table(name, "cpu")[unpack(every_byte, bits, 8 // bits).int()].to(device)

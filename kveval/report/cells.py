@@ -84,6 +84,10 @@ class Timing:
     n: int
 
 
+STORED_PARTS = ("payload", "scale", "constant", "padding", "wide_layer", "wide_token")
+"""Parts of a cache; a record has them in bytes."""
+
+
 @dataclass(frozen=True)
 class Storage:
     """Bytes per cached token of one arm at one length, each the median over samples of the live cache."""
@@ -92,10 +96,11 @@ class Storage:
     context_length: int
     stored: float
     payload: float
-    scales: float
+    scale: float
     constant: float
     padding: float
-    wide_layers: float
+    wide_layer: float
+    wide_token: float
     of_baseline: float | None
 
 
@@ -177,7 +182,7 @@ def timings_of(records: pd.DataFrame, arms: Sequence[Arm], lengths: Sequence[int
 
 def storage_of(records: pd.DataFrame, arms: Sequence[Arm], lengths: Sequence[int]) -> tuple[Storage, ...]:
     """Bytes per cached token, over the ok samples whose cache was counted."""
-    columns = [f"{part}_bytes" for part in ("stored", "payload", "scale", "constant", "padding", "wide_layer")]
+    columns = [f"{part}_bytes" for part in ("stored", *STORED_PARTS)]
     rows: list[Storage] = []
     wide: dict[int, float] = {}
     for arm in arms:
@@ -186,11 +191,12 @@ def storage_of(records: pd.DataFrame, arms: Sequence[Arm], lengths: Sequence[int
             if live.empty:
                 continue
             per_token = live[columns].astype(float).div(live["cache_tokens"].astype(float), axis=0).median()
-            stored, payload, scales, constant, padding, wide_layers = (float(x) for x in per_token.fillna(0.0))
+            stored, *parts = (float(x) for x in per_token.fillna(0.0))
+            by_part = dict(zip(STORED_PARTS, parts, strict=True))
             if arm.role == "baseline":
                 wide[length] = stored
             share = stored / wide[length] if wide.get(length) else None
-            rows.append(Storage(arm, length, stored, payload, scales, constant, padding, wide_layers, share))
+            rows.append(Storage(arm, length, stored, **by_part, of_baseline=share))
     return tuple(rows)
 
 

@@ -10,7 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from kveval.capacity import ExchangeRate, format_tokens
+from kveval.capacity import (
+    format_tokens,
+)
+from kveval.exchange_rate import (
+    ExchangeRate,
+)
 from kveval.records import METRICS
 from kveval.report.cells import Arm
 from kveval.report.figure import (

@@ -26,7 +26,12 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kveval.capacity import LossEstimate, format_tokens
+from kveval.capacity import (
+    format_tokens,
+)
+from kveval.exchange_rate import (
+    LossEstimate,
+)
 from kveval.records import METRICS
 from kveval.report.cells import LOSS_METRICS, Arm
 from kveval.report.model import ReportData

@@ -10,15 +10,23 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kveval.capacity import GIB, format_tokens, get_gpu
+from kveval.capacity import (
+    GIB,
+    format_tokens,
+    get_gpu,
+)
 from kveval.records import METRICS
 from kveval.report.cells import LOSS_METRICS
 from kveval.report.figure import Plot, write_plot
+from kveval.report.layers import bias_sentence, layer_rows, layer_sentences, probed
 from kveval.report.model import ReportData
 from kveval.report.plots import all_plots
 from kveval.report.rows import cell_rows, few_clusters, gate_notes, loss_text, summary_rows
 
 __all__ = ["render_html", "write_report"]
+
+LAYER_PLOT = "layer_errors"
+"""Name of the plot that stands in a section of its own."""
 
 MAIN_PLOTS = ("degradation", "exchange", "matrix", "needles")
 """Kinds of plots that stand in the page; the others are folded away."""
@@ -56,7 +64,9 @@ def render_html(data: ReportData, plots: Sequence[tuple[Plot, bytes]]) -> str:
         baseline_sessions=data.sessions[data.baseline, data.context_lengths[-1]].floored,
         cells=cell_rows(data),
         figures=[f for f in figures if f["main"]],
-        more_figures=[f for f in figures if not f["main"]],
+        more_figures=[f for f in figures if not f["main"] and f["name"] != LAYER_PLOT],
+        layer_figure=next((f for f in figures if f["name"] == LAYER_PLOT), None),
+        layers=_layers(data),
         endpoints=_endpoints(data),
         gate_notes=gate_notes(data.verdict) if data.verdict else [],
         few_clusters=few_clusters(data.ranked("answer_nll")),
@@ -97,6 +107,19 @@ def _endpoints(data: ReportData) -> list[dict[str, str]]:
         }
         for end in data.verdict.endpoints
     ]
+
+
+def _layers(data: ReportData) -> dict[str, Any] | None:
+    """What the section on layers says; None for a run that did not measure them."""
+    if data.layers is None:
+        return None
+    return {
+        "problem": data.layers.problem,
+        "probed": probed(data.layers),
+        "bias": bias_sentence(data.layers),
+        "sentences": layer_sentences(data.layers),
+        "rows": layer_rows(data.layers),
+    }
 
 
 def _not_drawn(data: ReportData) -> list[str]:

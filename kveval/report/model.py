@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kveval.capacity import ExchangeRate, Sessions, exchange_rate, format_tokens
+from kveval.capacity import (
+    Sessions,
+    format_tokens,
+)
 from kveval.errors import StoreError
+from kveval.exchange_rate import (
+    ExchangeRate,
+    exchange_rate,
+)
 from kveval.records import Role
 from kveval.report.cells import (
     LOSS_METRICS,
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
 
     from kveval.controls import ControlResult
     from kveval.gate import Verdict
+    from kveval.layer_note import LayerErrors
 
 __all__ = ["ReportData", "build_report"]
 
@@ -58,6 +66,7 @@ class ReportData:
         by_kernels: Whether times are those of kernels that read packed bytes (else of the reference path, which
             unpacks with plain PyTorch and whose times say nothing about serving).
         problems: Sentences about what is missing or errored; empty when all is there.
+        layers: What storage does in each layer; None where the run did not measure it.
     """
 
     name: str
@@ -85,6 +94,7 @@ class ReportData:
     problems: tuple[str, ...]
     config: Mapping[str, Any]
     env: Mapping[str, Any]
+    layers: LayerErrors | None = None
 
     def of_role(self, *roles: Role) -> tuple[Arm, ...]:
         """The arms in any of `roles`."""
@@ -136,6 +146,7 @@ def build_report(
     controls: Sequence[ControlResult],
     verdict: Verdict | None = None,
     env: Mapping[str, Any] | None = None,
+    layers: LayerErrors | None = None,
 ) -> ReportData:
     """Compute a report.
 
@@ -146,6 +157,7 @@ def build_report(
         controls: The controls' results.
         verdict: The gate's, when one was declared.
         env: Versions and hardware that the run recorded.
+        layers: The error by layer, where the run measured it.
 
     Raises:
         StoreError: there are no records.
@@ -187,6 +199,7 @@ def build_report(
         problems=_problems(records, comparisons),
         config=config,
         env=env or {},
+        layers=layers,
     )
     headline, tone = _headline(data)
     return replace(data, headline=headline, tone=tone, sentences=_sentences(data))

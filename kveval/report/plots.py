@@ -39,6 +39,7 @@ from kveval.report.figure import (
     styled,
 )
 from kveval.report.heatmaps import matrix_plot, needle_plot
+from kveval.report.layer_plot import layer_plot
 from kveval.report.model import ReportData
 from kveval.stats import Comparison, Estimate
 
@@ -58,6 +59,8 @@ def all_plots(data: ReportData) -> list[Plot]:
     plots += [quality_plot(data, m) for m in metrics]
     if data.timings:
         plots.append(decode_plot(data))
+    if data.layers and data.layers.rows:
+        plots.append(layer_plot(data, data.layers))
     return plots
 
 

@@ -11,7 +11,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kveval.capacity import GIB, ExchangeRate, Sessions, format_tokens
+from kveval.capacity import (
+    GIB,
+    Sessions,
+    format_tokens,
+)
+from kveval.exchange_rate import (
+    ExchangeRate,
+)
+from kveval.layer_note import LayerErrors
+from kveval.report.layers import bias_sentence, layer_rows, layer_sentences
 from kveval.report.model import ReportData
 from kveval.report.rows import UNDECIDABLE, CellRow, Loss, cell_rows, few_clusters
 from kveval.stats import Comparison
@@ -36,8 +45,12 @@ TONE_STYLES = {
 }
 
 
+SENTENCES = 3
+"""Formats whose error by layer is told in words as well."""
+
+
 def terminal_report(data: ReportData, *, limit: int = 12) -> RenderableType:
-    """Headline, the `limit` worst cells, and the exchange rate in words."""
+    """Headline, the `limit` worst cells, the exchange rate in words, and where the error comes from."""
     rows = [row for row in cell_rows(data) if row.role == "scheme"]
     parts: list[RenderableType] = [Text(data.headline, style=TONE_STYLES[data.tone])]
     parts += [Text(problem, style="yellow") for problem in data.problems]
@@ -46,7 +59,28 @@ def terminal_report(data: ReportData, *, limit: int = 12) -> RenderableType:
         parts.append(Text(f"{len(rows) - limit} more cells are in report.html.", style="dim"))
     few = few_clusters(data.ranked("answer_nll"))
     parts += [Text(), Text(few, style="yellow")] if few else []
-    return Group(*parts, Text(), *(Text(f"{sentence}.") for sentence in data.key_sentences))
+    layers = _layers_section(data.layers, limit=limit) if data.layers else []
+    return Group(*parts, Text(), *(Text(f"{sentence}.") for sentence in data.key_sentences), *layers)
+
+
+def _layers_section(layers: LayerErrors, *, limit: int) -> list[RenderableType]:
+    """Where the error comes from: the `limit` worst schemes, and the worst few in words."""
+    title = "Where the error comes from"
+    if layers.problem is not None:
+        return [Text(), Text(f"{title}: the error by layer could not be measured: {layers.problem}", style="yellow")]
+    rows = [row for row in layer_rows(layers) if row.role == "scheme"]
+    if not rows:
+        return []
+    table = _table(f"{title}\nRelative error of attention's output, by storage in that layer alone")
+    table.add_column("format", overflow="fold")
+    for name in ("median\nlayer", "off by\nhalf", "worst\n(layer)", "keys\nalone", "values\nalone"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows[:limit]:
+        worst = f"{row.output} ({row.layer})"
+        table.add_row(row.scheme, row.median, row.lost, worst, row.from_keys, row.from_values)
+    more = [Text(f"{len(rows) - limit} more formats are in report.html.", style="dim")] if len(rows) > limit else []
+    words = [f"{sentence}." for sentence in layer_sentences(layers)[:SENTENCES]]
+    return [Text(), table, *more, Text(), *map(Text, words), Text(bias_sentence(layers))]
 
 
 @dataclass(frozen=True)
@@ -109,6 +143,7 @@ def report_json(data: ReportData) -> dict[str, Any]:
         "controls": [asdict(c) for c in data.controls],
         "storage": [asdict(s) for s in data.storage],
         "decode": [asdict(t) for t in data.timings],
+        "layers": data.layers.to_dict() if data.layers else None,
     }
 
 
@@ -193,15 +228,22 @@ def findings_table(findings: Mapping[str, Any]) -> RenderableType:
     for key, value in _flat(env):
         facts.add_row(key, "–" if value is None else str(value))
     facts.add_row("models here", ", ".join(name for name, here in models.items() if here) or "none")
+    rows = findings["schemes"]
+    paths = {row["read_through"] for row in rows if row["works"]}
     schemes = _table("Formats on this machine", "format", "keys", "values")
-    schemes.add_column("bytes per token\nand head of 128", justify="right")
-    schemes.add_column("read through")
+    schemes.add_column("bytes*", justify="right")
+    if len(paths) > 1:
+        schemes.add_column("read through")
     schemes.add_column("works")
-    for row in findings["schemes"]:
-        works = Text("yes", style="green") if row["works"] else Text("NO", style="bold red")
-        size = str(row["bytes_per_token_and_head_of_128"])
-        schemes.add_row(row["scheme"], row["keys"], row["values"], size, row["read_through"], works)
-    return Group(facts, Text(), schemes)
+    for row in rows:
+        size = row["bytes_per_token_and_head_of_128"]
+        values = "as keys" if row["values"] == row["keys"] else row["values"]
+        works = Text("yes", style="green") if row["works"] else Text(f"NO: {row['problem']}", style="bold red")
+        path = [row["read_through"]] if len(paths) > 1 else []
+        schemes.add_row(row["scheme"], row["keys"], values, "–" if size is None else f"{size:g}", *path, works)
+    notes = ["* of keys and values per token and head of 128; BF16 takes 512."]
+    notes += [f"All are read through: {path}." for path in paths if len(paths) == 1]
+    return Group(facts, Text(), schemes, *(Text(note, style="dim") for note in notes))
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -1,0 +1,77 @@
+"""`PackedKV`: what a packed cache layer hands to the model in place of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from kveval.storage import Store
+
+__all__ = ["PackedKV"]
+
+
+class PackedKV(Tensor):
+    """What a cache layer's `update` hands to the model: a tensor in shape, dtype and device, with bytes behind it.
+
+    kveval's attention function recognises it and reads the packed store. Any other operation that meets it reads
+    the store too (through `__torch_dispatch__`), so models that touch keys between cache and attention stay right.
+    """
+
+    store: Store
+    snapshot: Any
+    fresh: Tensor | None
+
+    @staticmethod
+    def __new__(cls, store: Store, snapshot: Any, like: Tensor, length: int, *, fresh: Tensor | None) -> PackedKV:
+        """A handle to what `store` held when `snapshot` was taken.
+
+        Args:
+            cls: This class.
+            store: The bytes.
+            snapshot: Of the store.
+            like: Gives batch, heads, head size, dtype and device.
+            length: Tokens that a read returns.
+            fresh: [B, H, t, D]; if given, what a read returns after the snapshot's own tokens (`reads: fresh_chunk`).
+        """
+        shape = (*like.shape[:2], length, like.shape[3])
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        self.store, self.snapshot, self.fresh = store, snapshot, fresh
+        return self
+
+    def __init__(self, store: Store, snapshot: Any, like: Tensor, length: int, *, fresh: Tensor | None) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedKV(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def check_padding(self, mask: Tensor | None) -> None:
+        """Compare the padding that a first forward's mask shows with the padding that the store was told of.
+
+        Args:
+            mask: bool [B, 1 or Hq, Lq, Lk] or None. On a first forward (Lq = Lk = all tokens) a token attends to itself
+                in every kind of layer, unless it is padding.
+        """
+        if mask is None or mask.dtype != torch.bool or not mask.shape[2] == mask.shape[3] == self.store.total:
+            return
+        hidden = (~mask[:, 0].diagonal(dim1=-2, dim2=-1)).sum(-1)
+        self.store.check_padding([int(n) for n in hidden.expand(self.shape[0])])
+
+    def dequantize(self) -> Tensor:
+        """Read the store: a plain tensor [B, H, T, D]."""
+        if self.shape[2] == 0:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self.fresh is None:
+            return self.store.read(self.snapshot, self.dtype)
+        if self.shape[2] == self.fresh.shape[2]:
+            return self.fresh
+        return torch.cat([self.store.read(self.snapshot, self.dtype), self.fresh], dim=2)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def plain(value: Any) -> Any:
+            return value.dequantize() if isinstance(value, PackedKV) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))

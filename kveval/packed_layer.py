@@ -1,0 +1,274 @@
+"""`PackedLayer`: one attention layer of a transformers cache, in packed storage."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kveval.errors import UnsupportedError
+from kveval.formats.layout import LayerFormat, RoleFormat
+from kveval.geometry import LayerGeometry
+from kveval.packed_kv import PackedKV
+from kveval.row_stores import RowStores
+from kveval.storage import CROP_RESERVE, PackedStore, Store
+
+__all__ = ["TILE", "PackedLayer", "Reads"]
+
+Reads = Literal["stored", "fresh_chunk"]
+"""What attention sees for the tokens of the current forward: their stored form, or the raw tensors."""
+
+TILE = 64
+"""Sliding windows free tokens in whole tiles of this many (and in whole groups of a per-channel format)."""
+
+
+class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One attention layer's keys and values in packed storage.
+
+    A sliding layer frees tiles of tokens that lie `CROP_RESERVE` or more tokens beyond its window, so that a crop of as
+    many tokens is exact; after `activate_past_recording` it frees nothing until the next crop, as in transformers.
+
+    Args:
+        fmt: How keys and values are stored.
+        shape: The layer's geometry.
+        index: Of the layer, for messages.
+        reads: See `Reads`.
+        block_size: Tokens by which buffers grow.
+        drop_unit: Tokens that leave a window together: a multiple of what every windowed layer of the model encodes
+            together, since transformers makes one mask for all of them.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(
+        self, fmt: LayerFormat, shape: LayerGeometry, *, index: int, reads: Reads, block_size: int, drop_unit: int
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.format, self.shape = fmt, shape
+        self.is_sliding = shape.window is not None
+        self.record_past = False
+        self.padding_mask: Tensor | None = None
+        self._index, self._reads, self._block_size, self._drop_unit = index, reads, block_size, drop_unit
+        self._stores: tuple[Store, Store] | None = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Decoded keys [B, H, T, D] in the compute dtype, or None before the first update."""
+        return self._decoded(0)
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._refuse_assignment(value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Decoded values [B, H, T, D] in the compute dtype, or None before the first update."""
+        return self._decoded(1)
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._refuse_assignment(value)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make empty stores for the head sizes, dtype and device at hand."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        padding = self._padding(key_states.shape[0])
+        self._stores = (
+            self._store(self.format.key, "keys", key_states.shape[-1], padding),
+            self._store(self.format.value, "values", value_states.shape[-1], padding),
+        )
+        self.is_initialized = True
+
+    def _store(self, role: RoleFormat, name: str, head_dim: int, padding: list[int]) -> Store:
+        def empty(where: str) -> PackedStore:
+            return PackedStore(role, head_dim, where=where, block_size=self._block_size)
+
+        where = f"{name} of layer {self._index}"
+        if not any(padding):
+            return empty(where)
+        rows = [empty(f"{where}, row {i}") for i in range(len(padding))]
+        return RowStores(rows, list(padding), unit=self._drop_unit)
+
+    def _padding(self, batch: int) -> list[int]:
+        """Padding tokens at the start of each row."""
+        if self.padding_mask is None:
+            return [0] * batch
+        mask = self.padding_mask.bool()
+        if mask.shape[0] != batch:
+            raise UnsupportedError(
+                f"a padding mask of {mask.shape[0]} rows does not cover a batch of {batch}.",
+                remedy="Give the mask of the batch that the model gets (for beam search, each row repeated per beam).",
+            )
+        padding = (~mask).sum(1)
+        if not torch.equal(mask, torch.arange(mask.shape[1], device=mask.device) >= padding[:, None]):
+            raise UnsupportedError(
+                "the padding mask has padding after a token.", remedy="Pad on the left, as for generation."
+            )
+        if bool((padding == mask.shape[1]).any()):
+            raise UnsupportedError("a whole row of the padding mask is padding.", remedy="Leave that row out.")
+        return [int(n) for n in padding]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [B, H, t, D] and return handles to all that is stored [B, H, T, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        handles = tuple(
+            self._append(store, states) for store, states in zip(self.stores(), (key_states, value_states), strict=True)
+        )
+        if not self.record_past:
+            self._drop()
+        return handles[0], handles[1]
+
+    def _append(self, store: Store, states: Tensor) -> PackedKV:
+        length = store.total - store.dropped + states.shape[2]
+        before = store.snapshot()
+        store.append(states)
+        if self._reads == "fresh_chunk":
+            return PackedKV(store, before, states, length, fresh=states)
+        return PackedKV(store, store.snapshot(), states, length, fresh=None)
+
+    def _drop(self) -> None:
+        """Free whole tiles that neither the window of the next token nor a crop of `CROP_RESERVE` tokens reaches."""
+        if self.shape.window is None:
+            return
+        tile = math.lcm(TILE, self._drop_unit)
+        beyond = self.get_seq_length() - (self.shape.window - 1) - CROP_RESERVE
+        for store in self.stores():
+            store.drop(max(0, beyond) // tile * tile)
+
+    def stores(self) -> tuple[Store, Store]:
+        """The key store and the value store.
+
+        Raises:
+            UnsupportedError: before the first update.
+        """
+        if self._stores is None:
+            raise UnsupportedError(f"layer {self._index} has stored nothing yet.", remedy="Run a forward first.")
+        return self._stores
+
+    def get_seq_length(self) -> int:
+        """Tokens stored since the beginning, those that left a sliding window included."""
+        return self._stores[0].total if self._stores else 0
+
+    @property
+    def dropped(self) -> int:
+        """Oldest tokens that have left a sliding window and are gone."""
+        return self._stores[0].dropped if self._stores else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens that attention will see once `query_length` more are stored, position of the first of them)."""
+        return self.get_seq_length() - self.dropped + query_length, self.dropped
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, or -1 before the first update."""
+        keys = self._stores[0] if self._stores else None
+        if isinstance(keys, RowStores):
+            return len(keys.rows)
+        return -1 if keys is None or keys.total == 0 else next(iter(keys.parts().values())).shape[0]  # type: ignore[attr-defined]
+
+    def activate_past_recording(self) -> None:
+        """Free nothing until the next crop, however far it may reach back."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, as transformers counts them.
+
+        What is left equals never having stored them; where that can't be, the crop is refused.
+
+        Raises:
+            UnsupportedError: on a positive count, which once meant the length to keep, or an impossible crop.
+        """
+        count = int(tokens_to_remove)
+        if count > 0:
+            raise UnsupportedError(f"crop({count}) is ambiguous.", remedy="Give minus the number of tokens to remove.")
+        if self._stores is None:
+            return
+        left = max(0, self.get_seq_length() + count)
+        if self.shape.window is not None and left and self.dropped > max(0, left - (self.shape.window - 1)):
+            raise UnsupportedError(
+                f"layer {self._index} can't forget its last {-count} tokens: "
+                f"the window before them reaches into the first {self.dropped} tokens, which it has freed.",
+                remedy="Use `with cache.branch():` or `cache.fork()` around what is to be taken back.",
+            )
+        for store in self._stores:
+            store.crop(-count)
+        self._drop()
+
+    def reset(self) -> None:
+        """Forget everything, frozen scales included."""
+        self._stores = None
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Pick batch rows for beam search: codes, scales and frozen scales follow."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row `repeats` times."""
+        rows = self.batch_size
+        if rows < 0 and self.padding_mask is not None:
+            rows = self.padding_mask.shape[0]
+        if rows > 0:
+            self._select(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows `indices` (int64 indices, or a bool per row)."""
+        self._select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask.index_select(0, rows.to(self.padding_mask.device))
+        for store in self._stores or ():
+            store.select_rows(rows)
+
+    def offload(self) -> None:
+        """Refused: moving packed storage off the device is not implemented."""
+        raise UnsupportedError("a quantized cache can't be offloaded.", remedy="Build the cache without offloading.")
+
+    def prefetch(self) -> None:
+        """Refused, as `offload`."""
+        self.offload()
+
+    def snapshot(self) -> Any:
+        """What is stored now, for `restore`."""
+        stored = None if self._stores is None else tuple((store, store.snapshot()) for store in self._stores)
+        return self.record_past, self.padding_mask, stored
+
+    def restore(self, snapshot: Any) -> None:
+        """Forget what was done since `snapshot`."""
+        self.record_past, self.padding_mask, stored = snapshot
+        if stored is None:
+            self.reset()
+            return
+        for store, state in stored:
+            store.restore(state)
+        self._stores = tuple(store for store, _ in stored)
+        self.is_initialized = True
+
+    def copy(self) -> PackedLayer:
+        """An independent layer with the same tokens."""
+        twin = copy.copy(self)
+        if self._stores is not None:
+            twin._stores = (self._stores[0].copy(), self._stores[1].copy())
+        return twin
+
+    def _decoded(self, role: int) -> Tensor | None:
+        if self._stores is None or self._stores[role].total == 0:
+            return None
+        store = self._stores[role]
+        return store.read(store.snapshot(), self.dtype)
+
+    def _refuse_assignment(self, value: Any) -> None:
+        """The base class in transformers sets both to None when it is constructed; nothing else may write them."""
+        if value is not None:
+            raise UnsupportedError("keys and values of a packed layer are read-only.", remedy="Use `update`.")
