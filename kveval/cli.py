@@ -148,11 +148,9 @@ def capacity(
     as_json: AsJson = False,
 ) -> None:
     """Count sessions per GPU for each scheme and context length. Needs no GPU."""
-    from kveval.capacity import (
-        Budget,
-        sessions_table,
-    )
+    from kveval.capacity import Budget, sessions_table
     from kveval.config import CapacityConfig, ModelConfig, parse_length
+    from kveval.formats.layout import misfit
     from kveval.formats.spec import get_scheme, scheme_names
     from kveval.models import describe
     from kveval.report.tables import capacity_json, capacity_table
@@ -160,8 +158,13 @@ def capacity(
     lengths = [parse_length(text) for text in context or ["4k", "32k", "128k"]]
     if bad := [n for n in lengths if not isinstance(n, int) or n < 1]:
         raise KvevalError(f"--context {bad[0]!r} is not a length.", remedy="Write 4096, 4k or 1M.")
-    wanted = [get_scheme(s) for s in dict.fromkeys(["bf16", *(schemes or scheme_names())]) if s != "crush"]
     info = describe(ModelConfig(id=model), device="cpu")
+    wanted = [get_scheme(s) for s in dict.fromkeys(["bf16", *(schemes or scheme_names())]) if s != "crush"]
+    if not schemes:
+        misfits = {s.name: why for s in wanted if (why := misfit(s, info.geometry))}
+        wanted = [s for s in wanted if s.name not in misfits]
+        for name, why in misfits.items():
+            _say(f"{name} is left out: {why}")
     settings = CapacityConfig(gpu=gpu, reserve=reserve, tensor_parallel=tensor_parallel)
     budget = Budget.from_config(settings, weights_bytes=info.weights_bytes, where="--gpu")
     table = sessions_table(info.geometry, wanted, lengths, budget=budget, block_size=settings.block_size)

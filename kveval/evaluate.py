@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from pydantic import ValidationError
 
-from kveval.capacity import (
-    Budget,
-    Sessions,
-    sessions_table,
-)
+from kveval.capacity import Budget, Sessions, sessions_table
 from kveval.config import GateConfig, SweepConfig
 from kveval.controls import ControlResult, check_controls
 from kveval.errors import ConfigError, StoreError, UnsupportedError

@@ -148,10 +148,8 @@ def settle_scales(
             settled = _with_scales(scheme, weights_digest, carried)
             _check_elements(settled, layer_formats(settled, layers))
         except (ConfigError, UnsupportedError) as error:
-            where, kind = (
-                config.where("schemes", i),
-                ConfigError if isinstance(error, ConfigError) else UnsupportedError,
-            )
+            where = config.where("schemes", i)
+            kind = ConfigError if isinstance(error, ConfigError) else UnsupportedError
             raise kind(f"{where + ': ' if where else ''}{scheme.name}: {error.message}", remedy=error.remedy) from error
         schemes.append(settled)
     return config.model_copy(update={"schemes": tuple(schemes)})

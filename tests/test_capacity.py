@@ -22,11 +22,7 @@ from kveval.capacity import (
 )
 from kveval.config import CapacityConfig
 from kveval.errors import ConfigError, UnknownNameError, UnsupportedError
-from kveval.exchange_rate import (
-    exchange_rate,
-    format_interval,
-    format_loss,
-)
+from kveval.exchange_rate import exchange_rate, format_interval, format_loss
 from kveval.formats.spec import KVScheme, TensorFormat, get_scheme
 from kveval.geometry import LayerGeometry
 from kveval.records import METRICS

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from kveval import cli
 from kveval.errors import ExitCode
+from kveval.geometry import geometry_from_config
 
 SWEEP = {
     "schemes": ["fp8_e4m3", "nvfp4"],
@@ -223,3 +225,21 @@ def test_interrupt_says_how_to_resume(monkeypatch, capsys, workspace):
     code, _, err = call(monkeypatch, capsys, "run", str(workspace / "sweep.yaml"), "--out", str(workspace / "x"))
     assert code == ExitCode.INTERRUPTED
     assert "resume" in err
+
+
+def test_capacity_leaves_out_formats_that_the_model_cannot_store(monkeypatch, capsys, tmp_path):
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 160, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64,
+    }  # fmt: skip
+    layers = geometry_from_config(config)
+    info = SimpleNamespace(geometry=layers, weights_bytes=1000)
+    monkeypatch.setattr("kveval.models.describe", lambda *a, **k: info)
+    code, out, err = call(monkeypatch, capsys, "capacity", "some/model", "--context", "4k", "--json")
+    assert code == 0
+    assert "q8_0 is left out: ggml_q8_0 stores blocks of 32 elements; a head of 80 is no multiple of it." in err
+    assert {"nvfp4", "int4_g32"} <= {row["scheme"] for row in json.loads(out)}
+    assert "q8_0" not in {row["scheme"] for row in json.loads(out)}
+    code, _, err = call(monkeypatch, capsys, "capacity", "some/model", "--scheme", "q8_0")
+    assert code == 2
+    assert "head of 80" in err

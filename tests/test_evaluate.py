@@ -28,9 +28,9 @@ def run(tmp_path) -> Path:
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name)
 def test_a_published_run_is_judged_as_it_was(path):
     evaluation = evaluate(path)
-    judged = json.loads((path / "gate.json").read_text())
-    assert evaluation.verdict is not None
-    assert evaluation.verdict.status == judged["status"]
+    judged = path / "gate.json"
+    status = None if evaluation.verdict is None else evaluation.verdict.status
+    assert status == (json.loads(judged.read_text())["status"] if judged.exists() else None)
     assert evaluation.records.attrs["complete"]
     assert [row["scheme"] for row in report_json(evaluation.report)["cells"]]
 

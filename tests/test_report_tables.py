@@ -6,11 +6,7 @@ import pytest
 from report_records import ENV, make_config, make_data, make_plan, make_records
 from rich.console import Console
 
-from kveval.capacity import (
-    Budget,
-    get_gpu,
-    sessions_table,
-)
+from kveval.capacity import Budget, get_gpu, sessions_table
 from kveval.formats.spec import get_scheme
 from kveval.geometry import LayerGeometry
 from kveval.report.cells import Arm

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kveval.errors import ConfigError
+from kveval.errors import ConfigError, UnsupportedError
 from kveval.formats.scales import StaticScales
 from kveval.formats.spec import KVScheme, Selector, TensorFormat
 from kveval.geometry import LayerGeometry
 
-__all__ = ["BF16", "LayerFormat", "RoleFormat", "layer_formats", "select_layers"]
+__all__ = ["BF16", "LayerFormat", "RoleFormat", "layer_formats", "misfit", "select_layers"]
 
 BF16 = TensorFormat(element="bf16")
 
@@ -111,6 +111,15 @@ def layer_formats(scheme: KVScheme, layers: Sequence[LayerGeometry]) -> tuple[La
             )
         )
     return tuple(found)
+
+
+def misfit(scheme: KVScheme, layers: Sequence[LayerGeometry]) -> str:
+    """Why a scheme can't store a model's layers; empty if it can."""
+    try:
+        layer_formats(scheme, layers)
+    except (ConfigError, UnsupportedError) as error:
+        return error.message
+    return ""
 
 
 def _role(

@@ -10,12 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from kveval.capacity import (
-    format_tokens,
-)
-from kveval.exchange_rate import (
-    ExchangeRate,
-)
+from kveval.capacity import format_tokens
+from kveval.exchange_rate import ExchangeRate
 from kveval.records import METRICS
 from kveval.report.cells import Arm
 from kveval.report.figure import (
@@ -149,7 +145,8 @@ def _exchange_panel(
         style = style_of(data, Arm(rate.scheme, "scheme"))
         # Formats of equal size would hide one another's error bars: they are set side by side.
         twins = [r.scheme for r, other, _ in known if abs(other - m) < step]
-        x = m + (twins.index(rate.scheme) - (len(twins) - 1) / 2) * step
+        apart = min(step, 0.08 * (high - low) / len(twins))
+        x = m + (twins.index(rate.scheme) - (len(twins) - 1) / 2) * apart
         error_bars(axes, [(x, rate.loss)], factor, scale, style.colour)
         axes.plot([x], [y], marker=style.marker, color=style.colour, markeredgecolor="white", markersize=6.5)
         names.append((rate.scheme, x, y))

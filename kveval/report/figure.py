@@ -26,12 +26,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kveval.capacity import (
-    format_tokens,
-)
-from kveval.exchange_rate import (
-    LossEstimate,
-)
+from kveval.capacity import format_tokens
+from kveval.exchange_rate import LossEstimate
 from kveval.records import METRICS
 from kveval.report.cells import LOSS_METRICS, Arm
 from kveval.report.model import ReportData
@@ -78,6 +74,9 @@ PNG_DPI = 150
 
 EDGE = 0.32
 """Octaves of a length axis left free at either end."""
+
+LEGEND_LINE = 0.215
+"""Height of one legend entry, in inches."""
 
 Dashes = Literal["-", "--", "-.", ":", "none"]
 
@@ -184,11 +183,12 @@ def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 def dodge(at: int, of: int, lengths: Sequence[int]) -> float:
     """What to multiply a length by so that the bars of arm `at` of `of` stand beside those of the others.
 
-    Neighbours are 2.6 % of the axis apart, less where that would fill half the way to the next length.
+    Neighbours are 2.6 % of the axis apart, less where that would fill half the way to the next length or pass the
+    edge of the panel.
     """
     gaps = [math.log2(b / a) for a, b in pairwise(lengths)]
     width = math.log2(lengths[-1] / lengths[0]) + 2 * EDGE
-    step = min([0.026 * width, *(0.5 * gap / of for gap in gaps)])
+    step = min([0.026 * width, 1.6 * EDGE / of, *(0.5 * gap / of for gap in gaps)])
     return float(2.0 ** (step * (at - (of - 1) / 2)))
 
 
@@ -345,7 +345,10 @@ def legend(
     baseline: bool = True,
     extra: Iterable[tuple[str, Any]] = (),
 ) -> None:
-    """One legend for all panels, at the right: schemes, the baseline (star or dashed line), then `extra`."""
+    """One legend for all panels, at the right: schemes, the baseline (star or dashed line), then `extra`.
+
+    The figure is made as high as the legend needs.
+    """
     handles: list[Any] = []
     for arm in data.of_role("scheme"):
         style = style_of(data, arm)
@@ -357,6 +360,7 @@ def legend(
     for label, handle in extra:
         handle.set_label(label)
         handles.append(handle)
+    figure.set_figheight(max(figure.get_figheight(), 0.5 + LEGEND_LINE * len(handles)))
     figure.legend(handles=handles, loc="outside right upper", fontsize=8.5)
 
 

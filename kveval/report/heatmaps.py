@@ -14,12 +14,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 
-from kveval.capacity import (
-    format_tokens,
-)
-from kveval.exchange_rate import (
-    interval_decimals,
-)
+from kveval.capacity import format_tokens
+from kveval.exchange_rate import interval_decimals
 from kveval.records import METRICS
 from kveval.report.cells import DEPTH_BUCKETS, Arm
 from kveval.report.figure import (

@@ -10,11 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kveval.capacity import (
-    GIB,
-    format_tokens,
-    get_gpu,
-)
+from kveval.capacity import GIB, format_tokens, get_gpu
 from kveval.records import METRICS
 from kveval.report.cells import LOSS_METRICS
 from kveval.report.figure import Plot, write_plot

@@ -32,8 +32,7 @@ def layer_plot(data: ReportData, layers: LayerErrors) -> Plot:
     """
     title = "Where the error comes from: what storage does in each layer"
     with styled():
-        # As high as the legend of many schemes is.
-        figure = new_figure(12.4, max(3.9, 0.9 + 0.19 * len(data.arms)), title)
+        figure = new_figure(12.4, 3.9, title)
         bias, *panels = figure.subplots(1, 1 + len(PANELS), width_ratios=[0.8, 1, 1, 1])
         _bias_panel(bias, layers)
         for axes, (field, heading) in zip(panels, PANELS, strict=True):

@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kveval.capacity import (
-    Sessions,
-    format_tokens,
-)
+from kveval.capacity import Sessions, format_tokens
 from kveval.errors import StoreError
-from kveval.exchange_rate import (
-    ExchangeRate,
-    exchange_rate,
-)
+from kveval.exchange_rate import ExchangeRate, exchange_rate
 from kveval.records import Role
 from kveval.report.cells import (
     LOSS_METRICS,

@@ -6,12 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kveval.capacity import (
-    format_tokens,
-)
-from kveval.exchange_rate import (
-    format_interval,
-)
+from kveval.capacity import format_tokens
+from kveval.exchange_rate import format_interval
 from kveval.records import METRICS
 from kveval.report.cells import undecidable
 from kveval.report.model import ReportData

@@ -11,14 +11,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kveval.capacity import (
-    GIB,
-    Sessions,
-    format_tokens,
-)
-from kveval.exchange_rate import (
-    ExchangeRate,
-)
+from kveval.capacity import GIB, Sessions, format_tokens
+from kveval.exchange_rate import ExchangeRate
 from kveval.layer_note import LayerErrors
 from kveval.report.layers import bias_sentence, layer_rows, layer_sentences
 from kveval.report.model import ReportData
