@@ -120,6 +120,21 @@ class QuantizedCache(Cache):
                 if isinstance(layer, PackedLayer):
                     layer.restore(snapshot)
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `PackedLayer.update`.
+
+        Raises:
+            UnsupportedError: if the model is not the one whose config the cache was built for.
+        """
+        if layer_idx >= len(self.layers):
+            raise UnsupportedError(
+                f"the model stores keys and values in layer {layer_idx}; the cache was built for {len(self.layers)}.",
+                remedy="Build the cache from this model's config.",
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every layer; see `PackedLayer.crop`.
 
@@ -148,6 +163,11 @@ class QuantizedCache(Cache):
 
     def crop_to(self, length: int) -> None:
         """Keep the first `length` tokens of every layer."""
+        if length < 0:
+            raise UnsupportedError(
+                f"crop_to({length}): a length can't be negative.",
+                remedy=f"`crop({length})` forgets the last {-length} tokens.",
+            )
         surplus = self.get_seq_length() - length
         if surplus < 0:
             raise UnsupportedError(f"the cache holds {length + surplus} tokens; it can't be cropped to {length}.")

@@ -225,6 +225,8 @@ def calibrate(
 
     if out.exists():
         raise KvevalError(f"{out} exists already.", remedy="Give another path, or delete it first.")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     wanted = get_scheme(scheme, where="--scheme")
     with progress_bar() as progress:
         found = calibrate(

@@ -76,6 +76,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make empty stores for the head sizes, dtype and device at hand."""
+        given = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        expected = (self.shape.kv_heads, self.shape.head_dim_k, self.shape.head_dim_v)
+        if given != expected:
+            raise UnsupportedError(
+                f"layer {self._index} got {given[0]} heads with keys of {given[1]} and values of {given[2]}; the cache "
+                f"was built for {expected[0]} heads with {expected[1]} and {expected[2]}.",
+                remedy="Build the cache from this model's config.",
+            )
         self.dtype, self.device = key_states.dtype, key_states.device
         padding = self._padding(key_states.shape[0])
         self._stores = (

@@ -147,6 +147,7 @@ def settle_scales(
         try:
             settled = _with_scales(scheme, weights_digest, carried)
             _check_elements(settled, layer_formats(settled, layers))
+            _check_layers(settled, len(layers))
         except (ConfigError, UnsupportedError) as error:
             where = config.where("schemes", i)
             kind = ConfigError if isinstance(error, ConfigError) else UnsupportedError
@@ -197,6 +198,18 @@ def _check_elements(scheme: KVScheme, formats: Iterable[LayerFormat | None]) -> 
             f"the scales of {scheme.scales.source} are for {scheme.scales.element}, "
             f"and the scheme stores {' and '.join(sorted(others))} with them.",
             remedy="Calibrate with this scheme.",
+        )
+
+
+def _check_layers(scheme: KVScheme, count: int) -> None:
+    """Scales of a layer that is not there are scales of another model."""
+    if not isinstance(scheme.scales, StaticScales):
+        return
+    surplus = sorted(i for i in {*scheme.scales.key, *scheme.scales.value} if not 0 <= i < count)
+    if surplus:
+        raise ConfigError(
+            f"the scales of {scheme.scales.source} name layer {surplus[0]}; the model has layers 0 to {count - 1}.",
+            remedy="Calibrate on this model.",
         )
 
 

@@ -904,3 +904,22 @@ def stores_of_layer(cache: QuantizedCache, index: int = 0) -> Any:
 def test_freezing_and_invariant_schemes_are_both_here() -> None:
     assert {"nvfp4", "crush", "k8v4", "int4_g64_mean_shift"} <= set(FREEZING)
     assert {"bf16", "kivi4", "int4_g64"} <= set(INVARIANT)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("name", ["kivi4", "k8v4"])
+    def test_a_negative_length_is_no_crop(self, name: str) -> None:
+        cache = filled(name, 9)
+        with pytest.raises(UnsupportedError, match=r"crop_to\(-5\)") as caught:
+            cache.crop_to(-5)
+        assert "`crop(-5)` forgets the last 5 tokens" in caught.value.remedy
+        assert cache.get_seq_length() == 9
+
+    def test_a_cache_of_another_model(self) -> None:
+        model = packed(tiny_llama())
+        with pytest.raises(UnsupportedError, match="got 2 heads with keys of 16 and values of 16; the cache was built"):
+            logits_of(model, tokens(4), QuantizedCache(tiny_llama(head_dim=32).config, "bf16"))
+        fewer = {**model.config.to_dict(), "num_hidden_layers": 1}
+        fewer.pop("layer_types", None)
+        with pytest.raises(UnsupportedError, match="keys and values in layer 1; the cache was built for 1"):
+            logits_of(model, tokens(4), QuantizedCache(fewer, "bf16"))

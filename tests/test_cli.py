@@ -237,7 +237,7 @@ def test_capacity_leaves_out_formats_that_the_model_cannot_store(monkeypatch, ca
     monkeypatch.setattr("kveval.models.describe", lambda *a, **k: info)
     code, out, err = call(monkeypatch, capsys, "capacity", "some/model", "--context", "4k", "--json")
     assert code == 0
-    assert "q8_0 is left out: ggml_q8_0 stores blocks of 32 elements; a head of 80 is no multiple of it." in err
+    assert "q8_0 is left out: llama.cpp's blocks hold 32 elements; a head of 80 is no multiple of it." in err
     assert {"nvfp4", "int4_g32"} <= {row["scheme"] for row in json.loads(out)}
     assert "q8_0" not in {row["scheme"] for row in json.loads(out)}
     code, _, err = call(monkeypatch, capsys, "capacity", "some/model", "--scheme", "q8_0")

@@ -259,3 +259,9 @@ def test_the_digest_of_the_scales_is_in_the_cells_and_the_plan():
     assert len({plan.to_dict()["plan_digest"] for plan in plans}) == 3
     renamed = PER_TENSOR.model_copy(update={"source": "elsewhere.json"})
     assert ids(make(schemes=[scheme("fp8_e4m3", renamed), "nvfp4"])) == given
+
+
+def test_scales_of_a_layer_that_is_not_there_are_refused():
+    numbers = {0: (1.5,), 77: (1.5,)}
+    with pytest.raises(ConfigError, match="name layer 77; the model has layers 0 to 0"):
+        settle(scheme("fp8_e4m3", StaticScales(source="f", key=numbers, value=numbers)))

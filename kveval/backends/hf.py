@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kveval.attention import cache_argument, path_text, recorded_paths, use_packed_attention
+from kveval.attention import ATTENTION_PATH, cache_argument, path_text, recorded_paths, use_packed_attention
 from kveval.backends.base import Effective, Output
 from kveval.cache import QuantizedCache
 from kveval.errors import MeasurementError, UnsupportedError
@@ -115,7 +115,9 @@ class HFBackend:
             log_probs = log_probabilities(logits)
             score = score_answer(log_probs, torch.tensor(sample.answer_ids, device=log_probs.device), baseline)
             score_s = self._now() - start
-            path = path_text(paths) + (" (math)" if arm.sdpa == "math" else "")
+            path = path_text(paths)
+            if arm.sdpa == "math":
+                path = path.replace(ATTENTION_PATH, f"{ATTENTION_PATH} (math)")
             effective = self._effective(cache, path, read_before, fed=len(fed))
         return Output(sample.id, score, effective, prefill_s, score_s, None, log_probs)
 

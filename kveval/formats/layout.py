@@ -18,6 +18,8 @@ BF16 = TensorFormat(element="bf16")
 
 Role = Literal["key", "value"]
 
+_SELECTORS = 'Write an index (3), a range ("4-7"), "first:2", "last:2", "full", "sliding" or "mla".'
+
 
 @dataclass(frozen=True)
 class RoleFormat:
@@ -173,22 +175,23 @@ def _select(selector: Selector, layers: Sequence[LayerGeometry], where: str) -> 
     if match := re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text):
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < len(layers):
-            raise ConfigError(f"{where}: {text!r} is not within layers 0 to {len(layers) - 1}.")
+            raise ConfigError(
+                f"{where}: {text!r} is no layer or ascending range of layers 0 to {len(layers) - 1}.", remedy=_SELECTORS
+            )
         chosen = [i for i in range(first, last + 1) if i in storing]
     elif match := re.fullmatch(r"(first|last):(\d+)", text):
         count = int(match[2])
         if not 0 < count <= len(storing):
             raise ConfigError(
-                f"{where}: {text!r} asks for {count} of {len(storing)} layers that store keys and values."
+                f"{where}: {text!r} asks for {count} of {len(storing)} layers with keys and values.", remedy=_SELECTORS
             )
         chosen = storing[:count] if match[1] == "first" else storing[-count:]
     elif text in ("full", "sliding", "mla"):
         chosen = [i for i in storing if layers[i].kind == text]
     else:
-        raise ConfigError(
-            f"{where}: {text!r} names no layers.",
-            remedy='Write an index (3), a range ("4-7"), "first:2", "last:2", "full", "sliding" or "mla".',
-        )
+        raise ConfigError(f"{where}: {text!r} names no layers.", remedy=_SELECTORS)
     if not chosen:
-        raise ConfigError(f"{where}: no layer of this model that stores keys and values is {text!r}.")
+        raise ConfigError(
+            f"{where}: no layer of this model that stores keys and values is {text!r}.", remedy=_SELECTORS
+        )
     return chosen

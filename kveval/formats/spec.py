@@ -107,8 +107,8 @@ class TensorFormat(BaseModel):
     group_size: int | None = Field(default=None, ge=2)
     scale_rule: str = "none"
     scale_dtype: str | None = None
-    fixed_scale: float = Field(default=1.0, gt=0)
-    global_divisor: float | None = Field(default=None, gt=0)
+    fixed_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    global_divisor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     transform: str = "none"
     packing: Literal["sequential", "ggml"] = "sequential"
 
@@ -189,7 +189,7 @@ class TensorFormat(BaseModel):
         """
         if self.packing == "ggml" and head_dim % 32:
             raise UnsupportedError(
-                f"{self.scale_rule} stores blocks of 32 elements; a head of {head_dim} is no multiple of it.",
+                f"llama.cpp's blocks hold 32 elements; a head of {head_dim} is no multiple of it.",
                 remedy="Use a format with other groups (int8_per_token_head, int4_g32) for this model.",
             )
 
@@ -245,6 +245,12 @@ class LayerOverride(BaseModel):
     layers: tuple[Selector, ...] = Field(min_length=1)
     key: TensorFormat | None = None
     value: TensorFormat | None = None
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if self.key is None and self.value is None:
+            raise ValueError("an entry of layers names a key format, a value format or both")
+        return self
 
 
 class KVScheme(BaseModel):

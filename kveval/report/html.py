@@ -84,6 +84,8 @@ def _figure(plot: Plot, svg: bytes) -> dict[str, Any]:
         "title": plot.title,
         "alt": f"{plot.title}. {plot.caption}",
         "source": source,
+        # A wide figure scrolls rather than shrinks below three quarters of its size (96 pixels to an inch).
+        "least_width": round(72 * plot.figure.get_figwidth()),
         "main": main,
     }
 

@@ -332,7 +332,8 @@ def _tell_crush(axes: Axes, series: Sequence[Comparison], metric: str) -> None:
         low, high = f"{min(known):.2g}", f"{max(known):.2g}"
         text = f"crush, off scale: {low if low == high else f'{low} to {high}'}"
         axes.set_title(axes.get_title("left"), loc="left", fontweight="bold", pad=16)
-        axes.text(0, 1.03, text, transform=axes.transAxes, va="bottom", fontsize=7.5, color=MUTED)
+        above: Any = {"xycoords": "axes fraction", "xytext": (0, 3), "textcoords": "offset points"}
+        axes.annotate(text, (0, 1), **above, va="bottom", fontsize=7.5, color=MUTED)
 
 
 def _margins(axes: Axes, data: ReportData, task: str, metric: str, factor: float) -> None:

@@ -12,11 +12,12 @@ from format_contract import can_store, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_formats import FORMATS, format_of
+from pydantic import ValidationError
 
 from kveval.errors import ConfigError, UnsupportedError
 from kveval.formats.layout import BF16, LayerFormat, RoleFormat, layer_formats, select_layers
 from kveval.formats.scales import StaticScales
-from kveval.formats.spec import KVScheme, build_scheme, get_scheme, scheme_names
+from kveval.formats.spec import KVScheme, TensorFormat, build_scheme, get_scheme, scheme_names
 from kveval.geometry import LayerGeometry
 from kveval.storage import PackedStore
 
@@ -192,11 +193,11 @@ def test_selectors_add_up() -> None:
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
-        (6, "'6' is not within layers 0 to 5"),
-        ("4-6", "'4-6' is not within"),
-        ("5-3", "'5-3' is not within"),
+        (6, "'6' is no layer or ascending range of layers 0 to 5"),
+        ("4-6", "'4-6' is no layer or ascending range"),
+        ("5-3", "'5-3' is no layer or ascending range"),
         ("first:0", "'first:0' asks for 0 of 4"),
-        ("last:5", "'last:5' asks for 5 of 4 layers that store keys and values"),
+        ("last:5", "'last:5' asks for 5 of 4 layers with keys and values"),
         (2, "no layer of this model that stores keys and values is '2'"),
         (4, "no layer of this model that stores keys and values is '4'"),
         ("mla", "no layer of this model .* is 'mla'"),
@@ -334,3 +335,22 @@ def test_damaged_scales_are_refused_with_the_file_named(tmp_path: Path, text: st
 def test_missing_scales_are_refused_with_the_file_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't read scales from .*nowhere\.json"):
         StaticScales.read(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("selector", ["7-4", 99, "first:0", "first:99", "sliding", "odd"])
+def test_selectors_that_name_no_layer_say_what_to_write(selector):
+    layers = [LayerGeometry(kind="full", kv_heads=1, head_dim_k=64, head_dim_v=64)] * 8
+    with pytest.raises(ConfigError) as caught:
+        select_layers([selector], layers, where="skip_layers")
+    assert '"first:2"' in caught.value.remedy
+
+
+def test_an_override_that_changes_nothing_is_refused():
+    with pytest.raises(ValidationError, match="names a key format, a value format or both"):
+        build_scheme("mine", {"extends": "nvfp4", "layers": [{"layers": [1]}]})
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 0.0, -1.0])
+def test_constants_are_finite_and_positive(number):
+    with pytest.raises(ValidationError):
+        TensorFormat(element="e4m3", granularity="per_tensor", scale_rule="fixed", fixed_scale=number)
