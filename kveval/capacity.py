@@ -326,7 +326,9 @@ def sessions_table(
 
 
 def format_tokens(tokens: int) -> str:
-    """2048 -> "2k", 131072 -> "128k"; 512 and 100000 as they are, with thousands separated."""
+    """2048 -> "2k", 131072 -> "128k", 2^20 -> "1M"; 512 and 100000 as they are, with thousands separated."""
+    if tokens and tokens % 1024**2 == 0:
+        return f"{tokens // 1024**2}M"
     return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
 
 

@@ -305,7 +305,8 @@ class TestExchangeRate:
         assert format_interval(1e-5, 0.0, 2e-5) == "0.000010 ± 0.000010"
 
     def test_tokens(self):
-        assert [format_tokens(n) for n in (512, 2048, 131_072, 100_000)] == ["512", "2k", "128k", "100,000"]
+        lengths = (512, 2048, 131_072, 2**20, 3 * 2**20, 2**20 + 1024, 100_000)
+        assert [format_tokens(n) for n in lengths] == ["512", "2k", "128k", "1M", "3M", "1025k", "100,000"]
 
 
 def test_an_interval_never_shows_a_negative_zero():
