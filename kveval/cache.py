@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -175,24 +175,23 @@ class QuantizedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row `repeats` times."""
-        self._each_layer(
-            lambda layer: layer.batch_repeat_interleave(repeats),
-            lambda rows: torch.arange(rows).repeat_interleave(repeats),
-        )
+        if (rows := self._rows()) > 0:
+            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the batch rows `indices`."""
+        """Keep the batch rows `indices` (int64 indices, or a bool per row)."""
+        # The one operation on rows that recurrent layers know; it picks any rows in any number.
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self._each_layer(lambda layer: layer.batch_select_indices(rows), lambda _: rows)
+        self.reorder_cache(rows)  # type: ignore[arg-type]
 
-    def _each_layer(self, packed: Callable[[PackedLayer], None], rows: Callable[[int], Tensor]) -> None:
-        """Recurrent layers know one operation on rows, `reorder_cache`, which picks any rows in any number."""
-        batch = next((layer.batch_size for layer in self.packed_layers), -1)
-        for layer in self.layers:
-            if isinstance(layer, PackedLayer):
-                packed(layer)
-            elif batch > 0:
-                layer.reorder_cache(rows(batch))  # type: ignore[arg-type]
+    def _rows(self) -> int:
+        """Rows of the batch: those stored, or else those of the padding mask; -1 if neither is known."""
+        for layer in self.packed_layers:
+            if layer.batch_size > 0:
+                return layer.batch_size
+            if layer.padding_mask is not None:
+                return layer.padding_mask.shape[0]
+        return -1
 
     def stored_bytes(self) -> StoredBytes:
         """Bytes of the live tensors, by part, over all layers that store keys and values."""

@@ -5,7 +5,6 @@ Shape legend: B batch, H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from kveval.backends.hf import HFBackend
 from kveval.cache import QuantizedCache
 from kveval.config import ModelConfig
 from kveval.errors import ConfigError, LengthError, UnsupportedError
+from kveval.files import sha256
 from kveval.formats.arithmetic import or_one, over
 from kveval.formats.layout import RoleFormat, layer_formats
 from kveval.formats.scales import StaticScales
@@ -132,8 +132,7 @@ def calibrate(
     scales = StaticScales(
         source=f"{model.id}, {tokens} tokens", **numbers, element=fmt.element, weights_digest=info.weights_digest
     )
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Calibration(scales, model.id, scheme.name, fmt.granularity, tokens, length, digest)
+    return Calibration(scales, model.id, scheme.name, fmt.granularity, tokens, length, sha256(text.encode()))
 
 
 def _scaled_sides(scheme: KVScheme, layers: Sequence[LayerGeometry]) -> dict[tuple[str, int], RoleFormat]:
@@ -144,7 +143,7 @@ def _scaled_sides(scheme: KVScheme, layers: Sequence[LayerGeometry]) -> dict[tup
         for i, fmt in enumerate(formats)
         if fmt is not None
         for role, side in (("key", fmt.key), ("value", fmt.value))
-        if side.format.scale_rule in ("static", "fixed")
+        if side.format.takes_scales
     }
     if not sides:
         raise UnsupportedError(

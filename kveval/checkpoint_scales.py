@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kveval.errors import ModelError
+from kveval.errors import ModelError, first_problem
 from kveval.formats.scales import StaticScales
 from kveval.geometry import LayerGeometry
 from kveval.model_cache import weight_files, weight_names
@@ -126,9 +126,7 @@ def find(folder: Path, layers: Sequence[LayerGeometry]) -> StaticScales | None:
     try:
         return StaticScales(source="checkpoint", **sides)
     except ValidationError as error:
-        raise ModelError(
-            f"{folder}: {error.errors()[0]['msg'].removeprefix('Value error, ')}.", remedy=_LEAVE_OUT
-        ) from error
+        raise ModelError(f"{folder}: {first_problem(error)}.", remedy=_LEAVE_OUT) from error
 
 
 _ROLES = ("key", "value")

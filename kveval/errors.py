@@ -19,6 +19,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 __all__ = [
     "ConfigError",
@@ -31,6 +35,7 @@ __all__ = [
     "TaskError",
     "UnknownNameError",
     "UnsupportedError",
+    "first_problem",
 ]
 
 
@@ -54,6 +59,13 @@ class KvevalError(Exception):
         self.message = message
         self.remedy = remedy
         super().__init__(f"{message}\n  {remedy}" if remedy else message)
+
+
+def first_problem(error: ValidationError, *within: str) -> str:
+    """Pydantic's first finding as "key.of.what: message", the key led by `within`; the message alone without a key."""
+    first = error.errors()[0]
+    at = ".".join(map(str, (*within, *first["loc"])))
+    return f"{at + ': ' if at else ''}{first['msg'].removeprefix('Value error, ')}"
 
 
 class ConfigError(KvevalError):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from kveval.capacity import Budget, Sessions, sessions_table
 from kveval.config import GateConfig, SweepConfig
 from kveval.controls import ControlResult, check_controls
-from kveval.errors import ConfigError, StoreError, UnsupportedError
+from kveval.errors import ConfigError, StoreError, UnsupportedError, first_problem
 from kveval.formats.spec import get_scheme
 from kveval.gate import Verdict, check_declared, decide
 from kveval.geometry import LayerGeometry
@@ -82,9 +82,7 @@ def _resolved(
         expected = {(c["task"], c["context_length"]): c["samples"] for c in plan["cells"]}
         return config, sessions_of(config, plan["model"]), expected
     except ValidationError as error:
-        first = error.errors()[0]
-        at = ".".join(map(str, ("config", *first["loc"])))
-        raise _unreadable(path, f"{at}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise _unreadable(path, first_problem(error, "config")) from error
     except (ConfigError, UnsupportedError) as error:
         raise _unreadable(path, error.message) from error
     except (KeyError, TypeError) as error:

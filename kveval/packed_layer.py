@@ -179,10 +179,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def batch_size(self) -> int:
         """Rows of the batch, or -1 before the first update."""
-        keys = self._stores[0] if self._stores else None
-        if isinstance(keys, RowStores):
-            return len(keys.rows)
-        return -1 if keys is None or keys.total == 0 else next(iter(keys.parts().values())).shape[0]  # type: ignore[attr-defined]
+        return self._stores[0].batch_size if self._stores else -1
 
     def activate_past_recording(self) -> None:
         """Free nothing until the next crop, however far it may reach back."""
@@ -218,26 +215,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Pick batch rows for beam search: codes, scales and frozen scales follow."""
-        self._select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row `repeats` times."""
-        rows = self.batch_size
-        if rows < 0 and self.padding_mask is not None:
-            rows = self.padding_mask.shape[0]
-        if rows > 0:
-            self._select(torch.arange(rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the batch rows `indices` (int64 indices, or a bool per row)."""
-        self._select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
-
-    def _select(self, rows: Tensor) -> None:
+        """Make the batch of these rows (int64; any, in any number): codes, scales and frozen scales follow."""
         if self.padding_mask is not None:
-            self.padding_mask = self.padding_mask.index_select(0, rows.to(self.padding_mask.device))
+            self.padding_mask = self.padding_mask.index_select(0, beam_idx.to(self.padding_mask.device))
         for store in self._stores or ():
-            store.select_rows(rows)
+            store.select_rows(beam_idx)
 
     def offload(self) -> None:
         """Refused: moving packed storage off the device is not implemented."""

@@ -39,6 +39,11 @@ class RowStores(Store):
 
     @property
     @override
+    def batch_size(self) -> int:
+        return len(self.rows)
+
+    @property
+    @override
     def dropped(self) -> int:
         # Rows drop whole units behind their padding; what one of them lacks, none is asked for.
         return max(

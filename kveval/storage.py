@@ -72,6 +72,11 @@ class Store(ABC):
 
     @property
     @abstractmethod
+    def batch_size(self) -> int:
+        """Rows of the batch, or -1 while nothing is stored."""
+
+    @property
+    @abstractmethod
     def dropped(self) -> int:
         """Oldest tokens that are gone."""
 
@@ -147,6 +152,12 @@ class _State:
     recent: Tensor | None = None
 
     @property
+    def shape(self) -> tuple[int, int] | None:
+        """Batch and KV heads; None while nothing is stored."""
+        some = next((t for t in (self.payload, self.sinks, self.recent) if t is not None), None)
+        return None if some is None else (some.shape[0], some.shape[1])
+
+    @property
     def tail(self) -> int:
         """Tokens after the sinks that are not encoded."""
         return self.total - self.encoded - _length(self.sinks)
@@ -190,6 +201,11 @@ class PackedStore(Store):
     @override
     def total(self) -> int:
         return self._state.total
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return -1 if self._state.shape is None else self._state.shape[0]
 
     @property
     @override
@@ -376,12 +392,12 @@ class PackedStore(Store):
     @override
     def billed_bytes(self) -> int:
         state = self._state
-        if state.total == 0:
+        if state.shape is None:
             return 0
-        some = next(iter(self.parts().values()))
-        heads = next(t.shape[1] for t in (state.payload, state.sinks, state.recent) if t is not None)
-        per_row = self.role.nbytes(state.total, head_dim=self.codec.head_dim, kv_heads=heads, dropped=state.dropped)
-        return some.shape[0] * per_row
+        batch, heads = state.shape
+        return batch * self.role.nbytes(
+            state.total, head_dim=self.codec.head_dim, kv_heads=heads, dropped=state.dropped
+        )
 
 
 def _length(tokens: Tensor | None) -> int:

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from rich.console import Console
 
-from kveval import cli
 from kveval.errors import ExitCode, UnsupportedError
 from kveval.formats.element_types import Element, element_names, get_element, minifloat
 from kveval.formats.hardware import GPUS, native
@@ -21,6 +20,7 @@ from kveval.formats.scales import StaticScales
 from kveval.formats.spec import TensorFormat, build_scheme, get_scheme, scheme_names
 from kveval.report.format_diagram import byte_diagram, parts, token_diagram
 from kveval.report.format_text import describe, format_markdown, format_renderable, formats_table, levels_text
+from tests.test_cli import call
 
 SIDES = [(name, role) for name in scheme_names() for role in ("key", "value")]
 
@@ -29,14 +29,6 @@ def printed(renderable, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     return console.file.getvalue()
-
-
-def call(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["kveval", *words])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    out = capsys.readouterr()
-    return int(stopped.value.code or 0), out.out, out.err
 
 
 def boxed_bytes(diagram: str) -> list[int]:

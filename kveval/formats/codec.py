@@ -80,7 +80,7 @@ class Codec:
             return NOTHING_FROZEN
         x = x_BHTD.float()
         mean = _mean_over_tokens(x) if fmt.transform == "mean_shift" else None
-        if fmt.global_divisor is None and fmt.scale_rule != "first_write_amax":
+        if not fmt.freezes_scale:
             return Frozen(mean=mean)
         amax = self._transformed(x, Frozen(mean=mean)).abs().amax((1, 2, 3), keepdim=True)
         return Frozen(or_one(over(amax, fmt.global_divisor or fmt.info.max)), mean)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kveval.formats.element_types import Element, get_element
 from kveval.formats.packing import unpack
 
-__all__ = ["decode", "nearest"]
+__all__ = ["decode", "look_up", "nearest"]
 
 _CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """Elements that torch rounds to, half to even, as `cvt.rn` does."""
@@ -34,7 +34,7 @@ def nearest(name: str, values: Tensor) -> Tensor:
             return (steps.sub_(low) if low else steps).to(torch.uint8)
         twos_complement = steps.to(torch.int8).view(torch.uint8)
         return twos_complement if element.bits == 8 else twos_complement & (2**element.bits - 1)
-    thresholds, codes = (t.to(values.device) for t in _thresholds(name))
+    thresholds, codes = _thresholds(name, str(values.device))
     if _is_sign_magnitude(element):
         sign = torch.signbit(values).to(torch.uint8) << (element.bits - 1)
         return torch.bucketize(values.abs().contiguous(), thresholds, out_int32=True).to(torch.uint8) | sign
@@ -47,8 +47,12 @@ def decode(name: str, packed: Tensor, head_dim: int, *, packing: str = "sequenti
     if packing == "sequential" and 8 % element.bits == 0:
         values = _byte_table(name, str(packed.device)).index_select(0, packed.reshape(-1).int())
         return values.view(*packed.shape[:-1], -1)[..., :head_dim]
-    codes = unpack(packed, element.bits, head_dim, packing)
-    return _code_table(name, str(packed.device)).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return look_up(name, unpack(packed, element.bits, head_dim, packing))
+
+
+def look_up(name: str, codes: Tensor) -> Tensor:
+    """float32: what each of the codes (uint8, one to a byte) stands for."""
+    return _code_table(name, str(codes.device)).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @cache
@@ -70,7 +74,7 @@ def _is_sign_magnitude(element: Element) -> bool:
 
 
 @cache
-def _thresholds(name: str) -> tuple[Tensor, Tensor]:
+def _thresholds(name: str, device: str) -> tuple[Tensor, Tensor]:
     """float32 [n - 1] upper bounds of each level in ascending order, and uint8 [n] their codes.
 
     A float32 is above a threshold exactly if it is above the midpoint of its neighbours, or on the midpoint and the
@@ -89,7 +93,10 @@ def _thresholds(name: str) -> tuple[Tensor, Tensor]:
         if bound > middle or (bound == middle and tie_goes_up):
             bound = float(np.nextafter(np.float32(bound), np.float32(-np.inf)))
         bounds.append(bound)
-    return torch.from_numpy(np.array(bounds, np.float32)), torch.tensor(codes, dtype=torch.uint8)
+    return (
+        torch.tensor(bounds, dtype=torch.float32, device=device),
+        torch.tensor(codes, dtype=torch.uint8, device=device),
+    )
 
 
 @cache

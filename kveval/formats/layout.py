@@ -45,6 +45,11 @@ class RoleFormat:
         unit = self.format.unit
         return max(unit, self.residual_length) if unit > 1 else 1
 
+    @property
+    def longest_tail(self) -> int:
+        """Most tokens that wait in the tail."""
+        return self.step - 1 if self.format.unit > 1 else self.residual_length
+
     def encoded_tokens(self, total: int) -> int:
         """How many of `total` stored tokens are encoded; a function of the total alone."""
         beyond = max(0, total - self.sink_tokens)
@@ -139,7 +144,7 @@ def _role(
 def _scales(
     scheme: KVScheme, fmt: TensorFormat, role: Role, index: int, shape: LayerGeometry
 ) -> tuple[float, ...] | None:
-    if fmt.scale_rule not in ("static", "fixed"):
+    if not fmt.takes_scales:
         return None
     if not isinstance(scheme.scales, StaticScales):
         return None

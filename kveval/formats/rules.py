@@ -44,6 +44,10 @@ class Quantizer:
         """Codes of the element's nearest numbers."""
         return elements.nearest(self.format.element, values)
 
+    def values(self, codes: Tensor) -> Tensor:
+        """float32: what the element's codes stand for."""
+        return elements.look_up(self.format.element, codes)
+
     @property
     def levels(self) -> tuple[float, ...]:
         """The element's values, in code order."""
@@ -107,11 +111,11 @@ def four_over_six(x_N: Tensor, q: Quantizer) -> tuple[Tensor, Stored]:
 
     Scaling to 4 leaves the coarse step between 4 and 6 unused. A tie takes 6.
     """
-    peak, table = _peak(x_N), torch.tensor(q.levels, dtype=torch.float32, device=x_N.device)
+    peak = _peak(x_N)
     tries = []
     for top in (6.0, 4.0):
         codes, (scale,) = _scaled(x_N, q, q.store(over(peak, top)))
-        error = total((table[codes.int()] * q.load(scale)[..., None] - x_N).square())
+        error = total((q.values(codes) * q.load(scale)[..., None] - x_N).square())
         tries.append((codes, scale, error))
     (codes6, scale6, error6), (codes4, scale4, error4) = tries
     four = (error4 < error6)[..., None]
@@ -162,7 +166,7 @@ def ggml_iq4_nl(x_N: Tensor, q: Quantizer) -> tuple[Tensor, Stored]:
     reach = q.max * torch.finfo(torch.float16).max
     x_N = x_N.clamp(-reach, reach)
     codes = q.nearest(x_N * reciprocal(over(_extreme(x_N), q.levels[0]))[..., None])
-    v_N = torch.tensor(q.levels, dtype=torch.float32, device=x_N.device)[codes.int()]
+    v_N = q.values(codes)
     weighted = x_N.square() * v_N
     with_x = torch.zeros_like(x_N[..., 0])
     with_v = torch.zeros_like(x_N[..., 0])

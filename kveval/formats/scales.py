@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from kveval.errors import ConfigError
+from kveval.errors import ConfigError, first_problem
 from kveval.identity import digest
 
 __all__ = ["StaticScales"]
@@ -76,9 +76,7 @@ class StaticScales(BaseModel):
         try:
             return cls(source=path.name, **known)
         except ValidationError as error:
-            first = error.errors()[0]
-            at = ".".join(map(str, first["loc"]))
             raise ConfigError(
-                f"{path}: {at + ': ' if at else ''}{first['msg'].removeprefix('Value error, ')}.",
+                f"{path}: {first_problem(error)}.",
                 remedy="Scales are lists of positive numbers, by layer index.",
             ) from error

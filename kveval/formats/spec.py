@@ -165,11 +165,19 @@ class TensorFormat(BaseModel):
         return not self.info.wide
 
     @property
+    def freezes_scale(self) -> bool:
+        """Whether a scale is taken from a sequence's first write."""
+        return self.global_divisor is not None or self.scale_rule == "first_write_amax"
+
+    @property
     def freezes(self) -> bool:
         """Whether something taken from a sequence's first write decides how later tokens are stored."""
-        return (
-            self.global_divisor is not None or self.scale_rule == "first_write_amax" or self.transform == "mean_shift"
-        )
+        return self.freezes_scale or self.transform == "mean_shift"
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether calibrated scales would be used: `static` needs them, `fixed` takes them instead of its constant."""
+        return self.scale_rule in ("static", "fixed")
 
     @property
     def append_invariant(self) -> bool:
@@ -219,8 +227,7 @@ class TensorFormat(BaseModel):
 
     def constant_bytes(self, head_dim: int, kv_heads: int) -> int:
         """Bytes per sequence and layer that no token adds: a frozen fp32 scale, or an fp32 mean per channel."""
-        frozen_scale = 4 if self.global_divisor is not None or self.scale_rule == "first_write_amax" else 0
-        return frozen_scale + (4 * head_dim * kv_heads if self.transform == "mean_shift" else 0)
+        return 4 * self.freezes_scale + (4 * head_dim * kv_heads if self.transform == "mean_shift" else 0)
 
     def bits_per_element(self, head_dim: int) -> float:
         """Stored bits per element, scales included."""
@@ -319,8 +326,8 @@ class KVScheme(BaseModel):
 
     @property
     def takes_scales(self) -> bool:
-        """Whether calibrated scales would be used: `static` needs them, `fixed` takes them instead of its constant."""
-        return any(side.scale_rule in ("static", "fixed") for side in self._formats())
+        """Whether some side would use calibrated scales (see `TensorFormat.takes_scales`)."""
+        return any(side.takes_scales for side in self._formats())
 
     def identity(self) -> dict[str, Any]:
         """What decides stored bytes; equal for two names of one scheme.

@@ -115,7 +115,7 @@ def _with_zero(fmt: TensorFormat) -> str:
 def _constants(fmt: TensorFormat, head_dim: int) -> list[str]:
     """What is stored once per sequence."""
     lines = []
-    if fmt.global_divisor is not None or fmt.scale_rule == "first_write_amax":
+    if fmt.freezes_scale:
         lines.append("once per sequence, layer and side: an fp32 scale, 4 bytes")
     if fmt.transform == "mean_shift":
         lines.append(f"once per sequence, layer and head: {head_dim} channel means in fp32, {4 * head_dim} bytes")
@@ -124,7 +124,7 @@ def _constants(fmt: TensorFormat, head_dim: int) -> list[str]:
 
 def token_diagram(role: RoleFormat) -> str:
     """Which tokens of a sequence are encoded and which stay BF16; '' if all are encoded as they come."""
-    tail = role.step - 1 if role.format.unit > 1 else role.residual_length
+    tail = role.longest_tail
     if not role.format.lossy or not (tail or role.sink_tokens):
         return ""
     cells = [[f"encoded, {role.format.element}", f"{role.step} at a time" if role.format.unit > 1 else "one by one"]]

@@ -136,7 +136,7 @@ def _scale(fmt: TensorFormat, scheme: KVScheme) -> str | None:
     text = fmt.rule.summary
     if fmt.scale_rule == "fixed":
         text = f"the constant {fmt.fixed_scale:g}, or calibrated scales if some are given"
-    if fmt.scale_rule in ("fixed", "static") and isinstance(scheme.scales, StaticScales):
+    if fmt.takes_scales and isinstance(scheme.scales, StaticScales):
         text = f"calibrated, from {scheme.scales.source}"
     if fmt.rule.stored:
         text += f", {'both ' if fmt.rule.stored == 2 else ''}stored as {fmt.scale_dtype}"
@@ -196,16 +196,14 @@ def _example(scheme: KVScheme, shape: LayerGeometry) -> tuple[list[LayerFormat],
 
 def _wide_tokens(role: RoleFormat) -> int:
     """Most tokens of a sequence that a lossy side keeps in BF16: its sinks and its tail."""
-    if not role.format.lossy:
-        return 0
-    return role.sink_tokens + (role.step - 1 if role.format.unit > 1 else role.residual_length)
+    return role.sink_tokens + role.longest_tail if role.format.lossy else 0
 
 
 def _invariance(scheme: KVScheme) -> str:
     """Whether the bytes of a token depend on how a prompt is split into chunks, and why."""
     reasons = []
     formats = [fmt for _, fmt in _formats(scheme)]
-    if any(fmt.global_divisor is not None or fmt.scale_rule == "first_write_amax" for fmt in formats):
+    if any(fmt.freezes_scale for fmt in formats):
         reasons.append("an fp32 scale")
     if any(fmt.transform == "mean_shift" for fmt in formats):
         reasons.append("the mean of every key channel")
