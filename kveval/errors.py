@@ -8,6 +8,7 @@
     │   └── LengthError      a context length that a task or a model can't hold
     ├── StoreError           a run folder is damaged, foreign, locked or unwritable
     ├── UnsupportedError     a combination that kveval refuses rather than approximates
+    ├── KernelError          a CUDA kernel does not compile, load or start
     └── MeasurementError     a result was produced in a way that voids it
 
 `MeasurementError` is raised by invariants of the measurement itself (a cache that did not grow, a
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "ExitCode",
+    "KernelError",
     "KvevalError",
     "LengthError",
     "MeasurementError",
@@ -105,6 +107,10 @@ class StoreError(KvevalError):
 
 class UnsupportedError(KvevalError):
     """A combination that kveval refuses rather than approximates."""
+
+
+class KernelError(KvevalError):
+    """A CUDA kernel does not compile, load or start. The compiler's or the driver's own words are in the message."""
 
 
 class MeasurementError(KvevalError):

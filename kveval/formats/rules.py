@@ -100,7 +100,8 @@ def minmax(x_N: Tensor, q: Quantizer) -> tuple[Tensor, Stored]:
 
     A constant group has scale 0 and is exact up to the rounding of its zero point.
     """
-    low, high = x_N.amin(-1), x_N.amax(-1)
+    # Plus zero: of 0 and -0, amin returns the one that its order of looking finds, and the stored signs would differ.
+    low, high = x_N.amin(-1) + 0.0, x_N.amax(-1)
     step, zero = q.store(over(high - low, q.max)), q.store(low)
     codes = q.nearest((x_N - q.load(zero)[..., None]).div_(or_one(q.load(step))[..., None]))
     return codes, [step, zero]
@@ -151,7 +152,7 @@ def ggml_extreme(x_N: Tensor, q: Quantizer) -> tuple[Tensor, Stored]:
 
 def ggml_minmax(x_N: Tensor, q: Quantizer) -> tuple[Tensor, Stored]:
     """quantize_row_q4_1_ref, q5_1: d = (max - min) / (levels - 1); code = trunc((x - min) / d + 0.5), d unrounded."""
-    low, high = x_N.amin(-1), x_N.amax(-1)
+    low, high = x_N.amin(-1) + 0.0, x_N.amax(-1)
     d = over(high - low, q.max)
     codes = torch.trunc((x_N - low[..., None]) * reciprocal(d)[..., None] + 0.5)
     return codes.clamp(0, q.max).to(torch.uint8), [q.store(d), q.store(low)]
