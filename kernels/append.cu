@@ -1,8 +1,8 @@
 // Encodes new keys and values and stores them: one launch for both, the bytes those of kveval/formats/codec.py.
 //
-// A (sequence, head) vector of one token belongs to LANES adjacent lanes of a warp, of which each has eight elements (in
-// heads of more than 256, several times eight). Lanes beyond the head repeat its last elements, which changes no maximum
-// and no minimum; lanes beyond the last token repeat that token. Neither writes.
+// A (sequence, head) vector of one token belongs to LANES adjacent lanes of a warp, of which each has eight elements
+// (in heads of more than 256, several times eight). Lanes beyond the head repeat its last elements, which changes no
+// maximum and no minimum; lanes beyond the last token repeat that token. Neither writes.
 //
 // Compiled with: INPUT (FloatType of the activations); for K and V: _ELEMENT, _RULE, _SCALE, _GROUP, _ZERO, _GLOBAL,
 // _HEAD_DIM.
@@ -143,7 +143,8 @@ DEVICE void append_role(const AppendRole& role, u32 heads, u32 pairs, i32* nonfi
   bool finite = true;
   for (int turn = 0; turn < S::turns; turn++) {
     const int chunk = turn * S::lanes + lane, last = S::chunks - 1;
-    load_floats<INPUT>(input + (chunk < last ? chunk : last) * (INPUT == FLOAT_FP32 ? 4 : 2) * LANE, role.aligned, x[turn]);
+    load_floats<INPUT>(input + (chunk < last ? chunk : last) * (INPUT == FLOAT_FP32 ? 4 : 2) * LANE, role.aligned,
+                       x[turn]);
     for (int i = 0; i < LANE; i++) finite = finite && is_finite(x[turn][i]);
   }
   if (!finite) atomic_or(nonfinite, 1);

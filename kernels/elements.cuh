@@ -1,6 +1,6 @@
 // From scaled floats to the codes of an element and back, and from numbers to stored scales and back. Bit for bit what
-// kveval/formats/elements.py and rules.py do, on any C++17 compiler: plain IEEE arithmetic, so it must be compiled without
-// contraction, fast division or flushing of subnormals.
+// kveval/formats/elements.py and rules.py do, on any C++17 compiler: plain IEEE arithmetic, so it must be compiled
+// without contraction, fast division or flushing of subnormals.
 #pragma once
 #include "types.cuh"
 
@@ -39,9 +39,9 @@ HOST_DEVICE float or_one(float step) { return step == 0.0f ? 1.0f : step; }
 // ---- elements
 
 HOST_DEVICE constexpr float largest(int element) {
-  return element == E4M3   ? 448.0f
-         : element == E5M2 ? 57344.0f
-         : element == INT8 ? 127.0f
+  return element == E4M3    ? 448.0f
+         : element == E5M2  ? 57344.0f
+         : element == INT8  ? 127.0f
          : element == UINT8 ? 255.0f
          : element == UINT4 ? 15.0f
                             : 6.0f;

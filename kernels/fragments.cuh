@@ -1,7 +1,7 @@
 // From packed codes to the 16-bit pairs that tensor cores multiply.
 //
-// The order of a contraction is free, and so is the order of output rows, as long as both sides agree. So every lane takes
-// contiguous packed bytes, and the other operand (or the output) is permuted to match, once.
+// The order of a contraction is free, and so is the order of output rows, as long as both sides agree. So every lane
+// takes contiguous packed bytes, and the other operand (or the output) is permuted to match, once.
 #pragma once
 #include "ptx.cuh"
 
@@ -69,8 +69,8 @@ DEVICE void expand(u32 word, u32 two, u32 (&pair)[pairs_per_word<ELEMENT>()]) {
   }
 }
 
-// Words in which every pair joins the same element of two rows: from one word each of rows a and b, the `part`-th half of
-// its pairs.
+// Words in which every pair joins the same element of two rows: from one word each of rows a and b, the `part`-th half
+// of its pairs.
 template <int ELEMENT>
 DEVICE u32 interleave(u32 a, u32 b, int part) {
   if constexpr (element_bits(ELEMENT) == 8) return pick_bytes(a, b, part ? 0x7362 : 0x5140);
@@ -88,8 +88,8 @@ HOST_DEVICE constexpr bool scales_elements() {
   return F::scale == E4M3_SCALE;
 }
 
-// How `lanes` lanes share a row: `chunks` times, each takes `bytes` contiguous bytes. A chunk lies within one group whose
-// scale multiplies sums; a lane's part of a chunk lies within one or two blocks whose scale multiplies elements.
+// How `lanes` lanes share a row: `chunks` times, each takes `bytes` contiguous bytes. A chunk lies within one group
+// whose scale multiplies sums; a lane's part of a chunk lies within one or two blocks whose scale multiplies elements.
 template <class F, int LANES>
 struct Share {
   static constexpr int span = (scales_elements<F>() ? F::head_dim : F::group) * F::bits / 8;
@@ -105,10 +105,14 @@ struct Share {
 template <int BYTES>
 DEVICE void load_words(const u8* from, u32 (&words)[BYTES < 4 ? 1 : BYTES / 4]) {
   if constexpr (BYTES == 16) {
-    struct alignas(16) Four { u32 x[4]; } four = *reinterpret_cast<const Four*>(from);
+    struct alignas(16) Four {
+      u32 x[4];
+    } four = *reinterpret_cast<const Four*>(from);
     for (int i = 0; i < 4; i++) words[i] = four.x[i];
   } else if constexpr (BYTES == 8) {
-    struct alignas(8) Two { u32 x[2]; } two = *reinterpret_cast<const Two*>(from);
+    struct alignas(8) Two {
+      u32 x[2];
+    } two = *reinterpret_cast<const Two*>(from);
     words[0] = two.x[0];
     words[1] = two.x[1];
   } else if constexpr (BYTES == 4) {
@@ -122,8 +126,8 @@ struct ScaleAndZero {
   float scale, zero;
 };
 
-// The stored scale (and the zero point, as it is for codes less OFFSET) of a group, from the scale bytes of its row. For
-// scales that multiply sums.
+// The stored scale (and the zero point, as it is for codes less OFFSET) of a group, from the scale bytes of its row.
+// For scales that multiply sums.
 template <class F, int OFFSET>
 DEVICE ScaleAndZero load_scale(const u8* row, int group) {
   if constexpr (F::scale == FP32) {

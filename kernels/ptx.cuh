@@ -1,19 +1,19 @@
 // What the kernels ask of the hardware: thin wrappers of PTX instructions, one instruction each where there is one.
 //
-// A compiler that is not CUDA's gets the same functions from emulator.h, in which a block of threads runs on a CPU; tests
-// run every kernel that way. A kernel therefore uses nothing of CUDA's C++ beyond __global__, __launch_bounds__,
+// A compiler that is not CUDA's gets the same functions from emulator.h, in which a block of threads runs on a CPU;
+// tests run every kernel that way. A kernel therefore uses nothing of CUDA's C++ beyond __global__, __launch_bounds__,
 // threadIdx, blockIdx, gridDim, blockDim and what stands here.
 #pragma once
 #include "types.cuh"
 
 #if !defined(__CUDACC__)
-#include "emulator.h"
+  #include "emulator.h"
 #else
 
-#define DEVICE __device__ __forceinline__
-#define KERNEL extern "C" __global__
-#define GRID_CONSTANT const __grid_constant__
-#define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+  #define DEVICE __device__ __forceinline__
+  #define KERNEL extern "C" __global__
+  #define GRID_CONSTANT const __grid_constant__
+  #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 
 // ---- threads, warps, blocks
 
@@ -30,7 +30,8 @@ DEVICE bool elect_one() {
   return r;
 }
 DEVICE void atomic_or(i32* address, i32 x) { atomicOr(address, x); }
-// What this thread, and the block's others before a barrier, wrote comes before it; what they read after it comes after.
+// What this thread, and the block's others before a barrier, wrote comes before it; what they read after it comes
+// after.
 DEVICE u32 atomic_add_fenced(u32* address, u32 x) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(x) : "memory");
@@ -56,14 +57,17 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
 }
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier),
+      "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra "
+      "WAIT;\nDONE:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
-// `bytes` (a multiple of 16) from global to shared memory, both 16-byte aligned, counted by `barrier`. The data is read once: it leaves the L2 cache first.
+// `bytes` (a multiple of 16) from global to shared memory, both 16-byte aligned, counted by `barrier`. The data is read
+// once: it leaves the L2 cache first.
 DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
@@ -74,9 +78,9 @@ DEVICE u64 read_once_policy() {
 }
 // Ordinary accesses to shared memory before it come before bulk copies after it.
 DEVICE void fence_copies() {
-#if __CUDA_ARCH__ >= 900
+  #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+  #endif
 }
 // 16 bytes from global to shared memory, by this lane; the older way, which GPUs before Hopper have too.
 DEVICE void lane_copy(u32 destination, const void* source) {
@@ -139,15 +143,15 @@ DEVICE float half_to_float(u16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
   return r;
 }
-#if __CUDA_ARCH__ >= 890
-#define HAS_E4M3_CONVERT 1
+  #if __CUDA_ARCH__ >= 890
+    #define HAS_E4M3_CONVERT 1
 // Two e4m3 codes, in the low 16 bits of x, to half2. Exact.
 DEVICE u32 half2_of_e4m3(u32 x) {
   u32 r;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(static_cast<u16>(x)));
   return r;
 }
-#endif
+  #endif
 // The larger one; a number where the other is NaN.
 DEVICE float max_of(float a, float b) {
   float r;
@@ -167,7 +171,8 @@ DEVICE float log2_fast(float x) {
   return r;
 }
 
-// ---- tensor cores: c += a b, a 16 x 16 (rows), b 16 x 8 (columns), c 16 x 8 in fp32; fragments as the PTX ISA has them for mma.m16n8k16
+// ---- tensor cores: c += a b, a 16 x 16 (rows), b 16 x 8 (columns), c 16 x 8 in fp32; fragments as the PTX ISA has
+// them for mma.m16n8k16
 
 template <bool IS_BF16>
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

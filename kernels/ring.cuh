@@ -3,7 +3,7 @@
 #include "ptx.cuh"
 
 #if __CUDA_ARCH__ >= 900
-#define BULK_COPIES 1
+  #define BULK_COPIES 1
 #endif
 
 // One contiguous piece of a stage: `bytes` from `source` go to `offset` in the stage.
@@ -53,7 +53,8 @@ struct Ring {
 #else
     const u32 base = shared_address(to), lane = threadIdx.x & 31;
     for (int i = 0; i < N; i++)
-      for (u32 o = lane * 16; o < pieces[i].bytes; o += 512) lane_copy(base + pieces[i].offset + o, pieces[i].source + o);
+      for (u32 o = lane * 16; o < pieces[i].bytes; o += 512)
+        lane_copy(base + pieces[i].offset + o, pieces[i].source + o);
     lane_copies_commit();
 #endif
   }

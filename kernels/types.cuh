@@ -1,5 +1,5 @@
-// Types, enumerations and the compile-time description of a storage format. Compiles with any C++17 compiler, and includes
-// no header of CUDA's: at run time NVRTC has none to offer.
+// Types, enumerations and the compile-time description of a storage format. Compiles with any C++17 compiler, and
+// includes no header of CUDA's: at run time NVRTC has none to offer.
 #pragma once
 
 typedef unsigned char u8;
@@ -10,9 +10,9 @@ typedef int i32;
 typedef long long i64;
 
 #if defined(__CUDACC__)
-#define HOST_DEVICE __host__ __device__ __forceinline__
+  #define HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define HOST_DEVICE inline
+  #define HOST_DEVICE inline
 #endif
 
 // The numbers are those of kveval/kernels/formats.py.
@@ -28,9 +28,8 @@ HOST_DEVICE constexpr int scale_size(int type) {
 }
 
 // How one role (keys or values) is stored.
-//   GROUP   elements along the head that share a stored scale (head_dim: one per token); without a stored scale, head_dim
-//   ZERO    a zero point is stored behind each scale
-//   GLOBAL  there is a tensor-level fp32 scale besides
+//   GROUP   elements along the head that share a stored scale (head_dim: one per token); without a stored scale,
+//   head_dim ZERO    a zero point is stored behind each scale GLOBAL  there is a tensor-level fp32 scale besides
 template <int ELEMENT, int RULE, int SCALE, int GROUP, bool ZERO, bool GLOBAL, int DIM>
 struct Format {
   static constexpr int element = ELEMENT, rule = RULE, scale = SCALE, group = GROUP, head_dim = DIM;
