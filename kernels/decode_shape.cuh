@@ -39,8 +39,8 @@ constexpr bool WEIGHTS_SCALED = Value::scale != NO_SCALE && !scales_elements<Val
 constexpr int VALUE_GROUPS = WEIGHTS_SCALED ? Value::groups : 1;
 // Then P's sum is taken apart; on the tensor cores, after rounding, where the scaled weights are P's own rounding.
 constexpr bool SUMS_ROUNDED = !WEIGHTS_SCALED || V_SCALE == E8M0_SCALE;
-// Codes 0 to 15 are taken as -8 to 7: weights are rounded, and the rounding of a weight then multiplies less. The
-// weights' sum times 8 is taken away in the end.
+// Codes 0 to 15 are taken as -8 to 7, by a product of the weights with -8: weights and sums are rounded, and with codes
+// of one sign the roundings would multiply what zero points cancel.
 constexpr bool CENTERED = V_ELEMENT == UINT4;
 constexpr int VALUE_OFFSET = CENTERED ? 8 : code_offset<V_ELEMENT>();
 

@@ -8,7 +8,6 @@ struct State {
   float l[TILES_N][4];           // sums of P: of columns 2 t, 2 t + 1 in [0] and [1]
   float z[Value::zero ? VALUE_GROUPS : 1][TILES_N][2];  // sums of P times zero point, per group
   float m[TILES_N][2];                                  // references, log2
-  float w[CENTERED ? VALUE_GROUPS : 1][TILES_N][4];     // sums of scaled weights as rounded, in [0] and [1]
   float weight_unit;                                    // P is multiplied with scale * weight_unit <= 1
 
   DEVICE void clear() {
@@ -20,8 +19,6 @@ struct State {
       m[n][0] = m[n][1] = NOTHING;
 #pragma unroll
       for (int c = 0; c < (Value::zero ? VALUE_GROUPS : 1); c++) z[c][n][0] = z[c][n][1] = 0.0f;
-#pragma unroll
-      for (int c = 0; c < (CENTERED ? VALUE_GROUPS : 1); c++) w[c][n][0] = w[c][n][1] = w[c][n][2] = w[c][n][3] = 0.0f;
     }
     weight_unit = 0x1p100f;
   }
@@ -59,11 +56,6 @@ struct State {
         }
 #pragma unroll
         for (int i = 0; i < (Value::zero ? VALUE_GROUPS : 1); i++) z[i][n][c] *= by;
-#pragma unroll
-        for (int i = 0; i < (CENTERED ? VALUE_GROUPS : 1); i++) {
-          w[i][n][c] *= by * by_unit;
-          w[i][n][c + 2] *= by * by_unit;
-        }
       }
   }
 
@@ -90,7 +82,6 @@ struct State {
 #pragma unroll
         for (int n = 0; n < TILES_N; n++) {
           weights(p[n], first.scale * weight_unit, second.scale * weight_unit, b[n]);
-          if constexpr (CENTERED) mma<false>(w[group][n], ones, ones, ones, ones, b[n][0], b[n][1]);
           if constexpr (Value::zero) {
             z[group][n][0] += p[n][0] * first.zero + p[n][2] * second.zero;
             z[group][n][1] += p[n][1] * first.zero + p[n][3] * second.zero;
@@ -158,6 +149,8 @@ struct State {
 #pragma unroll
           for (int n = 0; n < TILES_N; n++) {
             float (&c)[4] = o[n][chunk * (ValueShare::elements / 2) + (w * parts + part) * N / 2 + i];
+            // -8 in the units of even and odd pairs: subnormals.
+            if constexpr (CENTERED) mma<false>(c, 0x80088008u, 0x80808080u, 0x80088008u, 0x80808080u, b[n][0], b[n][1]);
             mma<VALUE_BF16>(c, pair[0][2 * i], pair[0][2 * i + 1], pair[1][2 * i], pair[1][2 * i + 1], b[n][0],
                             b[n][1]);
           }
@@ -189,7 +182,6 @@ struct State {
 #pragma unroll
           for (int c = 0; c < 2; c++) {
             float x = o[n][i][2 * half + c] * unit;
-            if constexpr (CENTERED) x -= 8.0f / weight_unit * w[i / (M_TILES / VALUE_GROUPS)][n][c];
             if constexpr (Value::zero) x += z[i / (M_TILES / VALUE_GROUPS)][n][c];
             part[((2 * i + half) * COLUMNS + 8 * n + 2 * at.t + c) * 8 + at.g] = x * value_global;
           }

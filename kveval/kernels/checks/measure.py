@@ -77,12 +77,13 @@ class Yardstick:
         expected, expected_lse = case.expected(cache)
         dtype = precision(case)
         out, lse = torch_attention(case, cache, dtype)
+        # Where one token decides, torch's weight is 1 and it may not err; one that carries a scale is rounded.
         seen = expected_lse.isfinite()
         rounding = torch.finfo(dtype).eps / 2 + FLOOR * _largest(expected_lse[seen])
         return cls(
             expected,
             expected_lse,
-            ALLOWANCE * relative(out.to(case.out_dtype), expected) + FLOOR,
+            ALLOWANCE * relative(out.to(case.out_dtype), expected).clamp(min=torch.finfo(dtype).eps / 4) + FLOOR,
             ALLOWANCE * (_largest((lse - expected_lse)[seen]) + rounding),
         )
 

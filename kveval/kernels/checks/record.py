@@ -1,4 +1,4 @@
-"""What checks found, as plain data. No torch."""
+"""What checks found, as plain data."""
 
 from __future__ import annotations
 
