@@ -1,8 +1,9 @@
 """The attention and mask functions that kveval registers with transformers.
 
-`ATTENTION` reads packed keys and values and attends to what it decoded. It is the exact path on every device: the
-bytes are decoded on every call, nothing is kept. Plain attention runs through torch's scaled dot product attention;
-models that cap their scores or give every head an attention sink run through a float32 softmax, in blocks of queries.
+`ATTENTION` reads packed keys and values. By kernels it attends to the packed bytes themselves (see packed_attention.py,
+and prefill_attention.py for the chunks of a prompt). Everywhere else it decodes them first, on every call, and keeps
+nothing: plain attention then runs through torch's scaled dot product attention; models that cap their scores or give
+every head an attention sink run through a float32 softmax, in blocks of queries.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
+from kveval import packed_attention, prefill_attention
 from kveval.errors import UnsupportedError
+from kveval.kernel_use import refuse_packed
+from kveval.masks import CausalMask, causal_mask
 from kveval.packed_kv import PackedKV
+from kveval.partial_attention import Scores
 
 __all__ = [
     "ATTENTION",
     "ATTENTION_PATH",
     "FLOAT32_PATH",
+    "PACKED_PATH",
+    "PREFILL_PATH",
+    "REFERENCE_PATH",
     "cache_argument",
     "path_text",
     "recorded_paths",
@@ -39,6 +46,15 @@ ATTENTION_PATH = "dequantize + torch sdpa"
 
 FLOAT32_PATH = "dequantize + float32 softmax"
 """What records say of how attention with capped scores or attention sinks ran."""
+
+PACKED_PATH = "packed kernels"
+"""What records say of attention that read packed bytes by kernels."""
+
+REFERENCE_PATH = "packed reference"
+"""Of attention that read them by the kernels' torch reference."""
+
+PREFILL_PATH = "packed prefill"
+"""Of a prompt's chunk whose attention decoded packed bytes block by block."""
 
 SCORE_BYTES = 2**28
 """Most bytes of float32 scores that the float32 path holds at a time (one query always fits, whatever it takes)."""
@@ -67,10 +83,10 @@ def attention(
     Args:
         module: The attention module.
         query: [B, Hq, Lq, D].
-        key: [B, H, Lk, D], Hq a multiple of H; a `PackedKV` is decoded here.
+        key: [B, H, Lk, D], Hq a multiple of H; a `PackedKV` is read here, packed or decoded.
         value: [B, H, Lk, Dv].
-        attention_mask: None (plain causal) or bool [B, 1 or Hq, Lq, Lk], True where attended. A row that attends to
-            nothing gives 0.
+        attention_mask: None (plain causal), a `CausalMask`, or bool [B, 1 or Hq, Lq, Lk], True where attended. A row
+            that attends to nothing gives 0.
         dropout: Must be 0: kveval measures inference.
         scaling: Factor on the scores; D**-0.5 if None.
         is_causal: Overrides the module's own flag.
@@ -83,7 +99,8 @@ def attention(
         ([B, Lq, Hq, Dv] contiguous, None).
 
     Raises:
-        UnsupportedError: for score modifiers and masks that this path does not compute.
+        UnsupportedError: for score modifiers and masks that are not computed here, and for packed reads that were asked
+            for and can't be had.
     """
     for name in _UNKNOWN_MODIFIERS:
         if kwargs.get(name) is not None:
@@ -96,24 +113,62 @@ def attention(
     for handle in (key, value):
         if isinstance(handle, PackedKV):
             handle.check_padding(attention_mask)
-    key = key.dequantize() if isinstance(key, PackedKV) else key
-    value = value.dequantize() if isinstance(value, PackedKV) else value
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     _refuse_unknown_mask(attention_mask, causal, queries=query.shape[2], keys=key.shape[2])
-    causal = causal and attention_mask is None and query.shape[2] > 1
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = softcap is None and s_aux is None
-    _record_path(module, ATTENTION_PATH if plain else FLOAT32_PATH)
-    if plain:
-        out = _sdpa(query, key, value, attention_mask, scaling=scaling, causal=causal)
-    else:
-        out = _float32_softmax(
-            query, key, value, attention_mask, scaling=scaling, causal=causal, softcap=softcap, sinks=s_aux
-        )
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    out, reason = _packed(module, query, key, value, attention_mask, scores, causal=causal)
+    if out is not None:
+        return out, None
+    key = key.dequantize() if isinstance(key, PackedKV) else key
+    value = value.dequantize() if isinstance(value, PackedKV) else value
+    mask = attention_mask.whole() if isinstance(attention_mask, CausalMask) else attention_mask
+    causal = causal and mask is None and query.shape[2] > 1
+    path = ATTENTION_PATH if scores.plain else FLOAT32_PATH
+    _record_path(module, f"{path} (no kernel: {reason})" if reason else path)
+    attend = _sdpa if scores.plain else _float32_softmax
+    out = attend(query, key, value, mask, scores, causal=causal)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:
+def _packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, *, causal: bool
+) -> tuple[Tensor | None, str]:
+    """Attention that reads packed bytes.
+
+    Returns:
+        ([B, Lq, Hq, Dv] contiguous, ""); or None, and what a record has to say of why not.
+
+    Raises:
+        UnsupportedError: packed bytes were to be read, and can't be.
+    """
+    if not isinstance(key, PackedKV) or not isinstance(value, PackedKV):
+        return None, "keys and values came unpacked" if _on_gpu(query) else ""
+    use = key.use
+    if use.mode == "dequant" or (use.mode == "auto" and not _on_gpu(query)):
+        return None, ""
+    problem = packed_attention.misfit(query, key, mask, scores, causal=causal)
+    mask = cast(CausalMask | None, mask)
+    if not problem and query.shape[2] > packed_attention.MOST_QUERIES:
+        misfit = prefill_attention.misfit(query, key, value, mask, scores)
+        if not misfit:
+            _record_path(module, PREFILL_PATH)
+            return prefill_attention.attend(query, key, value, scaling=scores.scaling), ""
+        # Calls of a few queries each read all tokens again and again: right, and no choice to make unasked.
+        problem = misfit if use.mode == "auto" else ""
+    problem = problem or use.problem
+    if not problem:
+        _record_path(module, PACKED_PATH if _on_gpu(query) else REFERENCE_PATH)
+        return packed_attention.attend(query, key, value, mask, scores), ""
+    if use.mode == "packed":
+        raise refuse_packed(use.where, problem)
+    return None, problem
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, *, causal: bool) -> Tensor:
     """[B, Hq, Lq, Dv] from torch's kernels."""
     grouped = key.shape[1] != query.shape[1]
     if grouped and mask is not None and query.is_cuda:
@@ -121,7 +176,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, sca
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
         grouped = False
     out = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scores.scaling, enable_gqa=grouped
     )
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0.0)
@@ -129,15 +184,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, sca
 
 
 def _float32_softmax(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: float,
-    causal: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, *, causal: bool
 ) -> Tensor:
     """[B, Hq, Lq, Dv] in the query's dtype, every sum and product in float32 or wider, a block of queries at a time.
 
@@ -148,25 +195,25 @@ def _float32_softmax(
     group = query_heads // heads
     # The query heads of a KV head become rows of one product, so that keys and values are not repeated.
     wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = (query.to(wide) * scaling).reshape(batch, heads, group, queries, width)
+    grouped = (query.to(wide) * scores.scaling).reshape(batch, heads, group, queries, width)
     transposed, value = key.to(wide).mT, value.to(wide)
-    sinks = None if sinks is None else sinks.to(wide).reshape(heads, group, 1, 1)
+    sinks = None if scores.sinks is None else scores.sinks.to(wide).reshape(heads, group, 1, 1)
     out = query.new_empty(batch, query_heads, queries, value.shape[-1])
     positions = torch.arange(keys, device=query.device)
     rows = max(1, SCORE_BYTES // (wide.itemsize * batch * query_heads * keys))
     for start in range(0, queries, rows):
         block = grouped[:, :, :, start : start + rows]
         size = block.shape[3]
-        scores = (block.flatten(2, 3) @ transposed).view(batch, heads, group, size, keys)
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
+        products = (block.flatten(2, 3) @ transposed).view(batch, heads, group, size, keys)
+        if scores.softcap is not None:
+            products.div_(scores.softcap).tanh_().mul_(scores.softcap)
         if causal:
-            scores.masked_fill_(positions > positions[start : start + size, None], -torch.inf)
+            products.masked_fill_(positions > positions[start : start + size, None], -torch.inf)
         elif mask is not None:
             allowed = mask[:, :, start : start + size]
             by_head = (heads, group) if allowed.shape[1] == query_heads else (1, 1)
-            scores.masked_fill_(~allowed.reshape(-1, *by_head, size, keys), -torch.inf)
-        weights = _weights(scores, sinks).flatten(2, 3)
+            products.masked_fill_(~allowed.reshape(-1, *by_head, size, keys), -torch.inf)
+        weights = _weights(products, sinks).flatten(2, 3)
         out[:, :, start : start + size] = (weights @ value).reshape(batch, query_heads, size, -1)
     return out
 
@@ -190,7 +237,8 @@ def recorded_paths() -> Iterator[Mapping[int | None, str]]:
     """Record which path the attention of every layer takes while the context is open.
 
     Yields:
-        {layer index: `ATTENTION_PATH` or `FLOAT32_PATH`}, filled as layers run; None for a module without an index.
+        {layer index: a path}, filled as layers run; None for a module without an index. A path is one of this module's,
+        and the reason follows in brackets where a GPU decoded first because no kernel fits.
     """
     paths: dict[int | None, str] = {}
     token = _paths.set(paths)
@@ -233,7 +281,7 @@ def _refuse_unknown_mask(mask: Tensor | None, causal: bool, *, queries: int, key
 def use_packed_attention(model: Any) -> None:
     """Make `model` (a transformers causal LM) attend through `attention`. Registering twice is harmless."""
     AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION, causal_mask)
     model.set_attn_implementation(ATTENTION)
 
 

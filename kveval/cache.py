@@ -17,6 +17,8 @@ from kveval.errors import UnsupportedError
 from kveval.formats.layout import LayerFormat, layer_formats
 from kveval.formats.spec import KVScheme, get_scheme
 from kveval.geometry import LayerGeometry, geometry_from_config
+from kveval.kernel_use import AttentionMode, format_problem, refuse_packed
+from kveval.nonfinite import NonFinite
 from kveval.packed_layer import PackedLayer, Reads
 from kveval.storage import StoredBytes
 
@@ -37,9 +39,14 @@ class QuantizedCache(Cache):
         padding_mask: bool or int [B, T], 0 where one of the first T tokens is (left) padding. With it, every row is
             stored as it would be alone; without it, padding is stored like tokens, which formats that freeze a scale,
             group tokens or keep first or last tokens wide must not do.
+        attention: `auto` (default): on an NVIDIA GPU, attention reads packed bytes by kernels wherever they can, and
+            decodes the rest first; elsewhere it decodes everything first. `packed`: read packed bytes or refuse; on a
+            CPU by the kernels' torch reference, which is slow. `dequant`: decode everything first.
+        reserve: Tokens for which every layer allocates at its first write. What is allocated and not filled is padding.
 
     Raises:
-        UnsupportedError: for layers or formats that packed storage does not know.
+        UnsupportedError: for layers or formats that packed storage does not know, or that can't be attended to packed
+            where that is asked for.
     """
 
     def __init__(
@@ -49,14 +56,20 @@ class QuantizedCache(Cache):
         *,
         reads: Reads = "stored",
         padding_mask: Tensor | None = None,
+        attention: AttentionMode = "auto",
+        reserve: int = 0,
     ) -> None:
         self.scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
         self.reads = reads
         self._branch_length: int | None = None
         self.geometry = geometry_from_config(config if isinstance(config, dict) else config.to_dict())
         formats = layer_formats(self.scheme, self.geometry)
+        self._nonfinite = NonFinite(len(self.geometry))
         options: dict[str, Any] = {
             "reads": reads,
+            "attention": attention,
+            "reserve": reserve,
+            "nonfinite": self._nonfinite,
             "block_size": self.scheme.block_size,
             "drop_unit": _drop_unit(self.geometry, formats),
         }
@@ -68,10 +81,13 @@ class QuantizedCache(Cache):
                     remedy="Use a model without sparse attention.",
                 )
             if fmt is not None:
+                if attention == "packed" and (problem := format_problem(fmt, shape)):
+                    raise refuse_packed(f"layer {i}", problem)
                 own.append(PackedLayer(fmt, shape, index=i, **options))
             elif shape.shared_with is None:
                 own.append(_foreign_layer(config, i))
         super().__init__(layers=own)
+        self._first_packed = next((i for i, layer in enumerate(own) if isinstance(layer, PackedLayer)), None)
         for layer in self.packed_layers:
             layer.padding_mask = padding_mask
 
@@ -92,10 +108,12 @@ class QuantizedCache(Cache):
     def fork(self) -> QuantizedCache:
         """An independent cache with the same tokens, frozen scales and recurrent states included."""
         twin = copy.copy(self)
-        twin._branch_length = None
+        twin._branch_length, twin._nonfinite = None, self._nonfinite.copy()
         twin.layers = [
             layer.copy() if isinstance(layer, PackedLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
+        for layer in twin.packed_layers:
+            layer.nonfinite = twin._nonfinite
         return twin
 
     @contextmanager
@@ -104,7 +122,11 @@ class QuantizedCache(Cache):
 
         Costs no copy of the stored tokens, and works for every format, sliding window and recurrent state. Inside,
         the cache can't be cropped to fewer tokens than it held at the start.
+
+        Raises:
+            MeasurementError: see `check_finite`, when the block ends.
         """
+        self._nonfinite.check(unread_only=True)
         outer = self._branch_length
         saved = [
             (layer, layer.snapshot()) if isinstance(layer, PackedLayer) else (copy.deepcopy(layer), None)
@@ -113,12 +135,30 @@ class QuantizedCache(Cache):
         self._branch_length = self.get_seq_length()
         try:
             yield
+            self._nonfinite.check(unread_only=True)
         finally:
             self._branch_length = outer
+            self._nonfinite.clear()
             self.layers = [layer for layer, _ in saved]
             for layer, snapshot in saved:
                 if isinstance(layer, PackedLayer):
                     layer.restore(snapshot)
+
+    def check_finite(self) -> None:
+        """Refuse keys and values that were not finite.
+
+        Where kernels store, they note such numbers on the device. This waits for the device and reads the notes; at the
+        next forward they are read in any case. Where the codec stores, they were refused at once.
+
+        Raises:
+            MeasurementError: naming the layer and the role.
+        """
+        self._nonfinite.check()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._nonfinite.clear()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -127,12 +167,15 @@ class QuantizedCache(Cache):
 
         Raises:
             UnsupportedError: if the model is not the one whose config the cache was built for.
+            MeasurementError: see `check_finite`, of the forward before.
         """
         if layer_idx >= len(self.layers):
             raise UnsupportedError(
                 f"the model stores keys and values in layer {layer_idx}; the cache was built for {len(self.layers)}.",
                 remedy="Build the cache from this model's config.",
             )
+        if layer_idx == self._first_packed:
+            self._nonfinite.check(unread_only=True)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:

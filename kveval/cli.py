@@ -289,9 +289,69 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         _print_json(findings)
     else:
-        from kveval.report.tables import findings_table
+        from kveval.native_note import NativePaths
+        from kveval.report.native import native_table
+        from kveval.report.tables import findings_table, kernels_table
 
         _print(findings_table(findings))
+        _print(kernels_table(findings["kernels"]))
+        _print(native_table(NativePaths.from_dict(findings["native"])))
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder for the record and the plots; made if missing.")] = Path("bench"),
+    schemes: Annotated[
+        str, typer.Option(help="Formats, separated by commas, or all; bf16 is always timed.")
+    ] = "fp8_per_token_head,k8v4,int4_g64,nvfp4",
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens that are cached; 1k,8k,32k,128k, on a CPU 256,1k.")
+    ] = None,
+    batches: Annotated[str | None, typer.Option(help="Sequences at once; 1,4, on a CPU 1.")] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="Attention: names, or query heads/KV heads/head size (/layers); llama-8b,qwen2.5-0.5b,gemma-3-1b, "
+            "on a CPU qwen2.5-0.5b."
+        ),
+    ] = None,
+    what: Annotated[str, typer.Option(help="What is timed, of decode, append and step.")] = "decode,append,step",
+    model: Annotated[str | None, typer.Option(help="Time one-token forwards of this model as well.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    replays: Annotated[int, typer.Option(min=1, help="Samples of every figure; its median is shown.")] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """Time the kernels against BF16, torch's attention and the bandwidth of a copy. Needs a GPU to mean anything."""
+    from kveval.bench.bench import Asked, bench_device, run_bench
+    from kveval.bench.plot import bench_plots
+    from kveval.bench.shapes import parse_batches, parse_lengths, parse_schemes, parse_shapes, parse_what
+    from kveval.bench.tables import bench_tables
+    from kveval.files import to_json, write_atomic, writing
+    from kveval.report.figure import write_plot
+
+    place = bench_device(device)
+    on_gpu = place.type == "cuda"
+    asked = Asked(
+        schemes=parse_schemes(schemes),
+        shapes=parse_shapes(shapes or ("llama-8b,qwen2.5-0.5b,gemma-3-1b" if on_gpu else "qwen2.5-0.5b")),
+        lengths=parse_lengths(lengths or ("1k,8k,32k,128k" if on_gpu else "256,1k")),
+        batches=parse_batches(batches or ("1,4" if on_gpu else "1")),
+        what=parse_what(what),
+        replays=replays,
+        model=model,
+    )
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    record = run_bench(asked, place, report=_say)
+    with writing(out):
+        write_atomic(out / "bench.json", to_json(record.to_dict()))
+        for plot in bench_plots(record):
+            write_plot(plot, out)
+    if as_json:
+        _print_json(record.to_dict())
+    else:
+        _print(bench_tables(record))
+    _say(f"Wrote {out / 'bench.json'}.")
 
 
 @app.command()

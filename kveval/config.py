@@ -145,6 +145,10 @@ class SweepConfig(_Model):
     A scheme is a preset's name, or a mapping of the keys of `KVScheme` and `TensorFormat` below. In it, `extends` names
     a preset whose keys are the defaults; `key`, `value` and `both` (one format for both) may be presets' names too,
     whose side is taken; `scales` may be a path relative to the YAML file, as `kveval calibrate` writes it.
+
+    `attention: auto` reads packed bytes by kernels on an NVIDIA GPU wherever there is one for the format and the model,
+    and decodes them first elsewhere; `packed` refuses where there is none, and runs the kernels' reference on a CPU,
+    which is slow; `dequant` always decodes first. The A/A control always does, and crush where there is no kernel.
     """
 
     name: str
@@ -156,6 +160,7 @@ class SweepConfig(_Model):
     samples: int = Field(default=16, gt=0)
     seed: int = Field(default=0, ge=0)
     reads: Literal["stored", "fresh_chunk"] = "stored"
+    attention: Literal["auto", "packed", "dequant"] = "auto"
     prefill_chunk: int = Field(default=2048, ge=1)
     decode_tokens: int = Field(default=4, ge=0)
     controls: ControlsConfig = ControlsConfig()

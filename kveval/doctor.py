@@ -1,7 +1,8 @@
-"""What `kveval doctor` finds: versions, hardware, models, and whether the packed path works here."""
+"""What `kveval doctor` finds: versions, hardware, models, whether the packed path and the kernels work here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,23 +10,58 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kveval import env
 from kveval.attention import cache_argument, path_text, recorded_paths, use_packed_attention
+from kveval.bench.shapes import SHAPES
 from kveval.cache import QuantizedCache
 from kveval.config import ModelConfig
 from kveval.errors import KvevalError
 from kveval.formats.scales import StaticScales
 from kveval.formats.spec import KVScheme, TensorFormat, get_scheme, scheme_names
+from kveval.geometry import LayerGeometry
+from kveval.kernels.support import examine_kernels
 from kveval.models import known_models, resolve
+from kveval.native_note import NativePaths
+from kveval.native_path import native_paths
 
 __all__ = ["examine"]
 
 LAYERS = 32
 """Layers of the tiny model where a scheme names layers; one is enough for the others."""
 
+TIMED = SHAPES["llama-8b"]
+"""The attention on which widening is measured."""
+
 
 def examine() -> dict[str, Any]:
-    """Versions and hardware (`env`), models by name (`models`), per scheme how it is stored and read (`schemes`)."""
+    """What is here: all as plain data.
+
+    Returns:
+        `env`: versions and hardware; `models`: whether each is here, by name; `schemes`: how each is stored and read;
+        `kernels`: see `examine_kernels`; `native`: a `NativePaths` of those that work, with heads of 128.
+    """
     models = {name: resolve(ModelConfig(id=name)).is_present for name in known_models()}
-    return {"env": env.collect(), "models": models, "schemes": [_scheme(name) for name in scheme_names()]}
+    schemes = [_scheme(name) for name in scheme_names()]
+    native = _native(row["scheme"] for row in schemes if row["works"])
+    return {
+        "env": env.collect(),
+        "models": models,
+        "schemes": schemes,
+        "kernels": examine_kernels(),
+        "native": native.to_dict(),
+    }
+
+
+def _native(names: Iterable[str]) -> NativePaths:
+    """How schemes would run on this machine's first GPU or its CPU, in the dtype that models are loaded in there."""
+    on_gpu = torch.cuda.is_available()
+    # One head: schemes whose scales are calibrated per head then take as many as those of a whole layer.
+    layer = LayerGeometry(kind="full", kv_heads=1, head_dim_k=TIMED.head_dim, head_dim_v=TIMED.head_dim)
+    return native_paths(
+        [_with_unit_scales(get_scheme(name), LAYERS) for name in names],
+        [layer] * LAYERS,
+        device=torch.device("cuda", 0) if on_gpu else torch.device("cpu"),
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        shape=TIMED,
+    )
 
 
 def _scheme(name: str) -> dict[str, Any]:

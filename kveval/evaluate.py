@@ -18,6 +18,7 @@ from kveval.formats.spec import get_scheme
 from kveval.gate import Verdict, check_declared, decide
 from kveval.geometry import LayerGeometry
 from kveval.layer_note import read_layer_errors
+from kveval.native_note import read_native_paths
 from kveval.store import PLAN, read_env, read_plan, read_records
 
 if TYPE_CHECKING:
@@ -68,8 +69,10 @@ def evaluate(path: str | Path, *, gate: GateConfig | None = None, post_hoc: bool
             lossless=[s.name for s in config.schemes if not s.lossy],
         )
     controls = verdict.controls if verdict else tuple(check_controls(records, None, expected=expected))
-    layers = read_layer_errors(path)
-    report = build_report(records, plan, sessions=sessions, verdict=verdict, controls=controls, env=env, layers=layers)
+    report = build_report(
+        records, plan, sessions=sessions, verdict=verdict, controls=controls, env=env,
+        layers=read_layer_errors(path), native=read_native_paths(path),
+    )  # fmt: skip
     return Evaluation(Path(path), config, records, sessions, controls, verdict, report)
 
 

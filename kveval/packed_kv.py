@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from kveval.storage import Store
+from kveval.kernel_use import NO_KERNELS, KernelUse
+from kveval.masks import CausalMask
+from kveval.packed_state import Segment
+from kveval.storage import PackedStore, Store
 
 __all__ = ["PackedKV"]
+
+_OFTEN_NOTHING = (torch.ops.aten.to, torch.ops.aten.contiguous)
+"""Operations that return the tensor itself where it is already as asked."""
 
 
 class PackedKV(Tensor):
@@ -23,9 +30,19 @@ class PackedKV(Tensor):
     store: Store
     snapshot: Any
     fresh: Tensor | None
+    use: KernelUse
 
     @staticmethod
-    def __new__(cls, store: Store, snapshot: Any, like: Tensor, length: int, *, fresh: Tensor | None) -> PackedKV:
+    def __new__(
+        cls,
+        store: Store,
+        snapshot: Any,
+        like: Tensor,
+        length: int,
+        *,
+        fresh: Tensor | None,
+        use: KernelUse = NO_KERNELS,
+    ) -> PackedKV:
         """A handle to what `store` held when `snapshot` was taken.
 
         Args:
@@ -35,13 +52,14 @@ class PackedKV(Tensor):
             like: Gives batch, heads, head size, dtype and device.
             length: Tokens that a read returns.
             fresh: [B, H, t, D]; if given, what a read returns after the snapshot's own tokens (`reads: fresh_chunk`).
+            use: What kernels do for the layer.
         """
         shape = (*like.shape[:2], length, like.shape[3])
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        self.store, self.snapshot, self.fresh = store, snapshot, fresh
+        self.store, self.snapshot, self.fresh, self.use = store, snapshot, fresh, use
         return self
 
-    def __init__(self, store: Store, snapshot: Any, like: Tensor, length: int, *, fresh: Tensor | None) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -56,6 +74,9 @@ class PackedKV(Tensor):
         """
         if mask is None or mask.dtype != torch.bool or not mask.shape[2] == mask.shape[3] == self.store.total:
             return
+        if isinstance(mask, CausalMask):
+            self.store.check_padding(list(mask.padding or [0] * self.shape[0]))
+            return
         hidden = (~mask[:, 0].diagonal(dim1=-2, dim2=-1)).sum(-1)
         self.store.check_padding([int(n) for n in hidden.expand(self.shape[0])])
 
@@ -69,8 +90,39 @@ class PackedKV(Tensor):
             return self.fresh
         return torch.cat([self.store.read(self.snapshot, self.dtype), self.fresh], dim=2)
 
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Tokens `start` to `stop` of what `dequantize` returns: a plain tensor [B, H, stop - start, D].
+
+        The range lies before the fresh tokens or is theirs, and no row of the batch is stored by itself.
+        """
+        held = self.shape[2] - (0 if self.fresh is None else self.fresh.shape[2])
+        if self.fresh is not None and start >= held:
+            return self.fresh[:, :, start - held : stop - held]
+        assert isinstance(self.store, PackedStore)
+        return self.store.read_rows(self.snapshot, start, stop, self.dtype)
+
+    def segments(self) -> list[list[Segment]]:
+        """All tokens, packed, for the whole batch or row by row; starts are positions in what `dequantize` returns.
+
+        Fresh tokens are in bfloat16.
+        """
+        found = [
+            [replace(part, start=first + part.start) for part in parts]
+            for first, parts in self.store.segments(self.snapshot)
+        ]
+        if self.fresh is not None:
+            held = self.shape[2] - self.fresh.shape[2]
+            pieces = torch.split(self.fresh, 1) if len(found) > 1 else (self.fresh,)
+            for parts, fresh in zip(found, pieces, strict=True):
+                parts.append(Segment.wide(held, fresh.contiguous()))
+        return found
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket in _OFTEN_NOTHING:
+            # In inference mode they come here whole; taken apart, they return the handle or come back as a copy.
+            return func.decompose(*args, **(kwargs or {}))
+
         def plain(value: Any) -> Any:
             return value.dequantize() if isinstance(value, PackedKV) else value
 

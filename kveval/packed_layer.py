@@ -13,7 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 from kveval.errors import UnsupportedError
 from kveval.formats.layout import LayerFormat, RoleFormat
 from kveval.geometry import LayerGeometry
+from kveval.kernel_use import NO_KERNELS, AttentionMode, kernel_use
+from kveval.nonfinite import NonFinite
 from kveval.packed_kv import PackedKV
+from kveval.packed_state import append_by_kernel
 from kveval.row_stores import RowStores
 from kveval.storage import CROP_RESERVE, PackedStore, Store
 
@@ -37,23 +40,39 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         shape: The layer's geometry.
         index: Of the layer, for messages.
         reads: See `Reads`.
+        attention: Whether attention is to read packed bytes.
         block_size: Tokens by which buffers grow.
+        reserve: Tokens for which the first write allocates, unless the layer frees what leaves a window.
         drop_unit: Tokens that leave a window together: a multiple of what every windowed layer of the model encodes
             together, since transformers makes one mask for all of them.
+        nonfinite: Where kernels note NaN and infinity.
     """
 
     is_compileable = False
     is_croppable = True
 
     def __init__(
-        self, fmt: LayerFormat, shape: LayerGeometry, *, index: int, reads: Reads, block_size: int, drop_unit: int
+        self,
+        fmt: LayerFormat,
+        shape: LayerGeometry,
+        *,
+        index: int,
+        reads: Reads,
+        attention: AttentionMode,
+        block_size: int,
+        reserve: int,
+        drop_unit: int,
+        nonfinite: NonFinite,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.format, self.shape = fmt, shape
         self.is_sliding = shape.window is not None
         self.record_past = False
         self.padding_mask: Tensor | None = None
-        self._index, self._reads, self._block_size, self._drop_unit = index, reads, block_size, drop_unit
+        self.nonfinite = nonfinite
+        self._index, self._reads, self._attention, self._drop_unit = index, reads, attention, drop_unit
+        self._buffers = {"block_size": block_size, "reserve": 0 if self.is_sliding else reserve}
+        self._use = NO_KERNELS
         self._stores: tuple[Store, Store] | None = None
 
     @property
@@ -75,7 +94,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._refuse_assignment(value)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make empty stores for the head sizes, dtype and device at hand."""
+        """Make empty stores for the head sizes, dtype and device at hand.
+
+        Raises:
+            UnsupportedError: for other heads than the cache was built for, or if the layer can't be attended to packed
+                as it is asked to be.
+        """
         given = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
         expected = (self.shape.kv_heads, self.shape.head_dim_k, self.shape.head_dim_v)
         if given != expected:
@@ -85,16 +109,26 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 remedy="Build the cache from this model's config.",
             )
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._use = kernel_use(
+            self._attention,
+            self.format,
+            self.shape,
+            index=self._index,
+            dtype=self.dtype,
+            device=self.device,
+            raw_chunk=self._reads == "fresh_chunk",
+        )
         padding = self._padding(key_states.shape[0])
+        by_kernels = self._use.stores
         self._stores = (
-            self._store(self.format.key, "keys", key_states.shape[-1], padding),
-            self._store(self.format.value, "values", value_states.shape[-1], padding),
+            self._store(self.format.key, "keys", key_states.shape[-1], padding, kernels=by_kernels[0]),
+            self._store(self.format.value, "values", value_states.shape[-1], padding, kernels=by_kernels[1]),
         )
         self.is_initialized = True
 
-    def _store(self, role: RoleFormat, name: str, head_dim: int, padding: list[int]) -> Store:
+    def _store(self, role: RoleFormat, name: str, head_dim: int, padding: list[int], *, kernels: bool) -> Store:
         def empty(where: str) -> PackedStore:
-            return PackedStore(role, head_dim, where=where, block_size=self._block_size)
+            return PackedStore(role, head_dim, where=where, kernels=kernels, **self._buffers)
 
         where = f"{name} of layer {self._index}"
         if not any(padding):
@@ -125,20 +159,34 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Store new keys and values [B, H, t, D] and return handles to all that is stored [B, H, T, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        handles = tuple(
-            self._append(store, states) for store, states in zip(self.stores(), (key_states, value_states), strict=True)
+        new, stores = (key_states, value_states), self.stores()
+        lengths = [store.total - store.dropped + x.shape[2] for store, x in zip(stores, new, strict=True)]
+        before = [store.snapshot() for store in stores]
+        self._append(key_states, value_states)
+        fresh = self._reads == "fresh_chunk"
+        snapshots = before if fresh else [store.snapshot() for store in stores]
+        key, value = (
+            PackedKV(store, snapshot, x, length, fresh=x if fresh else None, use=self._use)
+            for store, snapshot, x, length in zip(stores, snapshots, new, lengths, strict=True)
         )
         if not self.record_past:
             self._drop()
-        return handles[0], handles[1]
+        return key, value
 
-    def _append(self, store: Store, states: Tensor) -> PackedKV:
-        length = store.total - store.dropped + states.shape[2]
-        before = store.snapshot()
-        store.append(states)
-        if self._reads == "fresh_chunk":
-            return PackedKV(store, before, states, length, fresh=states)
-        return PackedKV(store, store.snapshot(), states, length, fresh=None)
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Encode and store keys and values: one launch for both (and for each row of a padded batch), or the codec."""
+        stores, new = self.stores(), (key_states, value_states)
+        by_kernel = all(store.kernels for store in stores)
+        keys, values = (store.plan(x, check=not by_kernel) for store, x in zip(stores, new, strict=True))
+        if by_kernel:
+            flags = self.nonfinite.of(self._index, self.device)
+            for key, value in zip(keys, values, strict=True):
+                append_by_kernel(key, value, flags)
+        else:
+            for write in (*keys, *values):
+                write.encode()
+        for store, writes, x in zip(stores, (keys, values), new, strict=True):
+            store.commit(writes, x.shape[2])
 
     def _drop(self) -> None:
         """Free whole tiles that neither the window of the next token nor a crop of `CROP_RESERVE` tokens reaches."""

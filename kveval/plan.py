@@ -27,6 +27,7 @@ class Arm:
 
     `prefill_chunk` is the most tokens that one forward of the prompt takes. `sdpa` is which of torch's attention
     implementations runs on the decoded keys and values: the fastest that applies, or the plain one ("math").
+    `attention` is whether attention reads packed bytes; see `kveval.cache.QuantizedCache`.
     """
 
     label: str
@@ -35,6 +36,7 @@ class Arm:
     prefill_chunk: int
     reads: str
     sdpa: Literal["fastest", "math"] = "fastest"
+    attention: Literal["auto", "packed", "dequant"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Plan:
         """Plain data, as stored with the run. `plan_digest` covers everything but the run's name."""
         config = self.config.model_dump(mode="json")
         body = {
-            "config": {key: value for key, value in config.items() if key != "name"},
+            "config": {key: value for key, value in config.items() if key != "name" and (key, value) not in UNSAID},
             "model": dict(self.model),
             "cells": [
                 {
@@ -111,15 +113,22 @@ class Plan:
         return {**head, **body, "config": config}
 
 
+UNSAID = (("attention", "auto"),)
+"""Keys of a config, with their defaults, that came after plans were published; they leave a plan's digest as it was."""
+
+
 def arms_of(config: SweepConfig) -> tuple[Arm, ...]:
     """Baseline, A/A control, the schemes in the config's order, crush control."""
     wide, chunk = get_scheme(config.baseline), config.prefill_chunk
+    # No kernel reads the two bits of crush, and a control that can't run leaves the sweep without a verdict.
+    crush = "auto" if config.attention == "packed" else config.attention
     return (
-        Arm(config.baseline, "baseline", wide, chunk, config.reads),
+        Arm(config.baseline, "baseline", wide, chunk, config.reads, attention=config.attention),
         # Another chunk alone changes no rounding on some GPUs; another attention implementation does everywhere.
-        Arm(AA_LABEL, "aa", wide, config.controls.aa_chunk, config.reads, sdpa="math"),
-        *(Arm(s.name, "scheme", s, chunk, config.reads) for s in config.schemes),
-        Arm("crush", "crush", get_scheme("crush"), chunk, config.reads),
+        # It decodes first, so that on a GPU it shows what the kernels' own rounding adds as well.
+        Arm(AA_LABEL, "aa", wide, config.controls.aa_chunk, config.reads, sdpa="math", attention="dequant"),
+        *(Arm(s.name, "scheme", s, chunk, config.reads, attention=config.attention) for s in config.schemes),
+        Arm("crush", "crush", get_scheme("crush"), chunk, config.reads, attention=crush),
     )
 
 
@@ -281,6 +290,8 @@ def _cell_identity(
     config: SweepConfig, model: Mapping[str, Any], task: TaskPlan, entry: TaskConfig, length: int, arm: Arm
 ) -> dict[str, Any]:
     """Everything that affects the cell's results, and nothing else."""
+    # What was measured before there was a choice keeps its name.
+    chosen = {} if config.attention == "auto" else {"attention": config.attention}
     return {
         "model": {key: model[key] for key in MODEL_IDENTITY},
         "task": dict(task.identity),
@@ -293,4 +304,5 @@ def _cell_identity(
         "prefill_chunk": arm.prefill_chunk,
         "baseline_prefill_chunk": config.prefill_chunk,
         "sdpa": arm.sdpa,
+        **chosen,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kveval.errors import MeasurementError, UnsupportedError
+from kveval.packed_state import Segment, Write
 from kveval.storage import PackedStore, Store, StoredBytes
 
 __all__ = ["RowStores"]
@@ -50,13 +52,26 @@ class RowStores(Store):
             (pad + row.dropped for row, pad in zip(self.rows, self.padding, strict=True) if row.dropped), default=0
         )
 
+    @property
     @override
-    def append(self, x_BHTD: Tensor) -> None:
+    def kernels(self) -> bool:
+        return all(row.kernels for row in self.rows)
+
+    @override
+    def plan(self, x_BHTD: Tensor, *, check: bool) -> list[Write]:
         if self._nothing is None:
             self._nothing = x_BHTD.new_empty(1, x_BHTD.shape[1], 0, x_BHTD.shape[3])
-        for x, row, pad in zip(torch.split(x_BHTD, 1), self.rows, self.padding, strict=True):
-            row.append(x[:, :, max(0, pad - self._total) :])
-        self._total += x_BHTD.shape[2]
+        return [
+            write
+            for x, row, pad in zip(torch.split(x_BHTD, 1), self.rows, self.padding, strict=True)
+            for write in row.plan(x[:, :, max(0, pad - self._total) :], check=check)
+        ]
+
+    @override
+    def commit(self, writes: Sequence[Write], tokens: int) -> None:
+        for row, write in zip(self.rows, writes, strict=True):
+            row.commit([write], write.x.shape[2])
+        self._total += tokens
 
     @override
     def check_padding(self, padding: list[int]) -> None:
@@ -93,6 +108,16 @@ class RowStores(Store):
                 kept = min(length, part.shape[2])
                 out[b, :, length - kept :] = part[0, :, part.shape[2] - kept :]
         return out
+
+    @override
+    def segments(self, snapshot: Any) -> list[tuple[int, list[Segment]]]:
+        total, dropped, rows, _, states = snapshot
+        self.tokens_read += total - dropped
+        found = []
+        for row, state in zip(rows, states, strict=True):
+            ((_, parts),) = row.segments(state)
+            found.append((total - dropped - (state.total - state.dropped), parts))
+        return found
 
     @override
     def crop(self, tokens: int) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kveval import env, layer_errors, selftest
+from kveval import env, layer_errors, native_path, selftest
 from kveval.backends.base import Backend, Output
 from kveval.config import SweepConfig
 from kveval.errors import ConfigError, KvevalError, MeasurementError, UnknownNameError
@@ -134,9 +134,10 @@ def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None
         progress.total = sum(c.tokens for c in clusters) * len(plan.arms)
         progress.advance(progress.total - sum(c.tokens for c in todo) * len(plan.arms), "resuming")
         if todo:
-            backend = _load_backend(config, store)
+            backend = _load_backend(plan, store)
             progress.advance(0, "error by layer")
             _note_layer_errors(plan, samples, backend, store)
+            native_path.note(plan.arms, backend, store)
             timed = _first_of_each_length(clusters)
             for cluster in todo:
                 decode_tokens = config.decode_tokens if cluster in timed else 0
@@ -167,10 +168,12 @@ def _first_of_each_length(clusters: Iterable[_Cluster]) -> list[_Cluster]:
     return list(first.values())
 
 
-def _load_backend(config: SweepConfig, store: RunStore) -> HFBackend:
+def _load_backend(plan: Plan, store: RunStore) -> HFBackend:
     from kveval.backends.hf import HFBackend
 
-    backend = HFBackend(load(config.model, device=config.model.device))
+    backend = HFBackend(load(plan.config.model, device=plan.config.model.device))
+    for arm in plan.arms:
+        backend.new_cache(arm)  # an arm that can't run is refused before any of them does
     store.write_note("self_test.json", selftest.check(backend))
     return backend
 

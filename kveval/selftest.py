@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache
 
-from kveval.attention import FLOAT32_PATH, recorded_paths
+from kveval.attention import FLOAT32_PATH, path_text, recorded_paths
 from kveval.errors import MeasurementError
 from kveval.formats.spec import get_scheme
 from kveval.plan import Arm
@@ -29,6 +29,7 @@ class SelfTest:
 
     `tolerance` is the largest logit difference that BF16 rounding of keys and values may cause here: a fixed part
     of the spread of the plain logits. `closest_call` is the smallest gap between the two best tokens on the way.
+    `attention_path` is how the BF16 scheme was attended to: by kernels wherever a sweep would use them.
     """
 
     plain: tuple[int, ...]
@@ -36,6 +37,7 @@ class SelfTest:
     max_logit_difference: float
     tolerance: float
     closest_call: float
+    attention_path: str
 
 
 def check(backend: HFBackend) -> dict[str, Any]:
@@ -47,12 +49,15 @@ def check(backend: HFBackend) -> dict[str, Any]:
     """
     ids = backend.loaded.tokenizer(PROMPT)["input_ids"]
     plain_tokens, plain = _greedy_plain(backend, ids)
-    packed_tokens, packed = _greedy_packed(backend, ids, forced=plain_tokens)
+    with recorded_paths() as paths:
+        packed_tokens, packed = _greedy_packed(backend, ids, forced=plain_tokens)
     difference = float((plain - packed).abs().max())
     tolerance = 0.05 * float(plain.max() - plain.min())
     best_two = plain.topk(2, dim=-1).values
     gaps = best_two[:, 0] - best_two[:, 1]
-    result = SelfTest(tuple(plain_tokens), tuple(packed_tokens), difference, tolerance, float(gaps.min()))
+    result = SelfTest(
+        tuple(plain_tokens), tuple(packed_tokens), difference, tolerance, float(gaps.min()), path_text(paths)
+    )
     wrong = [i for i, (a, b) in enumerate(zip(plain_tokens, packed_tokens, strict=True)) if a != b]
     if difference > tolerance or any(float(gaps[i]) > 2 * difference for i in wrong):
         raise MeasurementError(
@@ -87,7 +92,7 @@ def _greedy_plain(backend: HFBackend, ids: list[int]) -> tuple[list[int], torch.
 def _reference_attention(backend: HFBackend, ids: list[int]) -> str:
     """The implementation to compare with; transformers' own "sdpa" leaves out capped scores and attention sinks."""
     with recorded_paths() as paths:
-        backend.forward(ids, backend.new_cache(_bf16_arm(ids)), keep=1)
+        backend.forward(ids, backend.new_cache(replace(_bf16_arm(ids), attention="dequant")), keep=1)
     return "eager" if FLOAT32_PATH in paths.values() else "sdpa"
 
 

@@ -5,8 +5,9 @@ Shape legend: B batch, H KV heads, T tokens, D head size, P payload bytes of a t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,8 +16,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from kveval.errors import MeasurementError, UnsupportedError
-from kveval.formats.codec import NOTHING_FROZEN, Codec, Frozen
+from kveval.formats.codec import Codec
 from kveval.formats.layout import RoleFormat
+from kveval.formats.transforms import rotate
+from kveval.kernels import ops
+from kveval.kernels.formats import format_key, tensor_scale
+from kveval.nonfinite import nonfinite_error
+from kveval.packed_state import KERNEL_FLOATS, Segment, State, Write, length
 
 __all__ = ["CROP_RESERVE", "PackedStore", "Store", "StoredBytes"]
 
@@ -26,6 +32,9 @@ CROP_RESERVE = 64
 Formats that encode tokens only once they leave a tail keep in BF16 as well what such a crop would put back into it, and
 sliding windows keep this many beyond the window.
 """
+
+ALIGNMENT = 16
+"""Buffers hold a multiple of this many tokens, so that rows of every head begin at a multiple of as many bytes."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,33 @@ class Store(ABC):
     def dropped(self) -> int:
         """Oldest tokens that are gone."""
 
+    @property
     @abstractmethod
+    def kernels(self) -> bool:
+        """Whether kernels encode and decode these tokens, to the bytes and numbers that the codec gives."""
+
+    @abstractmethod
+    def plan(self, x_BHTD: Tensor, *, check: bool) -> list[Write]:
+        """What storing tokens after the last one will change; nothing yet, and nothing if there are none.
+
+        Args:
+            x_BHTD: The tokens.
+            check: Refuse NaN and infinity at once, which waits for the device; `append_by_kernel` notes them instead.
+
+        Raises:
+            MeasurementError: on NaN or infinity, naming the layer.
+        """
+
+    @abstractmethod
+    def commit(self, writes: Sequence[Write], tokens: int) -> None:
+        """Make it so: the writes of one `plan` of so many tokens are encoded."""
+
     def append(self, x_BHTD: Tensor) -> None:
-        """Store tokens after the last one."""
+        """Store tokens after the last one, encoded by the codec."""
+        writes = self.plan(x_BHTD, check=True)
+        for write in writes:
+            write.encode()
+        self.commit(writes, x_BHTD.shape[2])
 
     @abstractmethod
     def check_padding(self, padding: list[int]) -> None:
@@ -99,6 +132,15 @@ class Store(ABC):
     @abstractmethod
     def read(self, snapshot: Any, dtype: torch.dtype) -> Tensor:
         """All that `snapshot` holds, decoded. Counted."""
+
+    @abstractmethod
+    def segments(self, snapshot: Any) -> list[tuple[int, list[Segment]]]:
+        """All that `snapshot` holds, packed, for attention. Counted as read.
+
+        Returns:
+            One entry for the whole batch, or one for each row: where its first token comes in what `read` returns, and
+            its tokens in order.
+        """
 
     @abstractmethod
     def crop(self, tokens: int) -> None:
@@ -125,59 +167,6 @@ class Store(ABC):
         """What the formats' formulas say for as many tokens; equals `nbytes().stored`."""
 
 
-@dataclass(frozen=True)
-class _State:
-    """Everything a store holds. Tensors are never changed in place, but for buffers beyond `encoded`.
-
-    Attributes:
-        total: Tokens appended.
-        encoded: Of these, how many were encoded.
-        dropped: Of these, how many of the oldest are gone.
-        first_write: Tokens of the first append, from which scales are frozen.
-        payload: uint8 [B, H, capacity, P]; token i of the encoded ones is at i - dropped.
-        scale: uint8 [B, H, capacity / unit, S], or None.
-        frozen: Scales and means taken from the first write.
-        sinks: bfloat16 [B, H, s, D]: the first tokens, kept wide.
-        recent: bfloat16 [B, H, r, D]: the last tokens; those not yet encoded, and some encoded ones before them.
-    """
-
-    total: int = 0
-    encoded: int = 0
-    dropped: int = 0
-    first_write: int = 0
-    payload: Tensor | None = None
-    scale: Tensor | None = None
-    frozen: Frozen = NOTHING_FROZEN
-    sinks: Tensor | None = None
-    recent: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int] | None:
-        """Batch and KV heads; None while nothing is stored."""
-        some = next((t for t in (self.payload, self.sinks, self.recent) if t is not None), None)
-        return None if some is None else (some.shape[0], some.shape[1])
-
-    @property
-    def tail(self) -> int:
-        """Tokens after the sinks that are not encoded."""
-        return self.total - self.encoded - _length(self.sinks)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> _State:
-        """Apply `change` to every tensor."""
-
-        def changed(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        return replace(
-            self,
-            payload=changed(self.payload),
-            scale=changed(self.scale),
-            frozen=self.frozen.map(change),
-            sinks=changed(self.sinks),
-            recent=changed(self.recent),
-        )
-
-
 class PackedStore(Store):
     """The bytes of one role of one layer, and the only way in and out of them. See `Store`.
 
@@ -186,16 +175,35 @@ class PackedStore(Store):
         head_dim: D.
         where: Names the layer and role in messages.
         block_size: Tokens by which buffers grow; what is allocated beyond the stored tokens is padding.
+        reserve: Tokens for which the first write allocates.
+        kernels: Whether kernels encode and decode; the format must be one of theirs.
     """
 
-    def __init__(self, role: RoleFormat, head_dim: int, *, where: str, block_size: int = 256) -> None:
+    def __init__(
+        self,
+        role: RoleFormat,
+        head_dim: int,
+        *,
+        where: str,
+        block_size: int = 256,
+        reserve: int = 0,
+        kernels: bool = False,
+    ) -> None:
         self.role = role
         self.codec = Codec(role.format, head_dim, role.scales)
+        self.key = format_key(role.format) if kernels else ""
         self._where = where
         unit = role.format.unit
-        self._block = -(-block_size // unit) * unit
+        self._block = _round_up(block_size, math.lcm(unit, ALIGNMENT))
+        self._reserve = _round_up(role.encoded_tokens(reserve), math.lcm(unit, ALIGNMENT))
         self._has_tail = role.residual_length > 0 or unit > 1
-        self._state = _State()
+        self._constant_scale: Tensor | None = None
+        self._state = State()
+
+    @property
+    @override
+    def kernels(self) -> bool:
+        return bool(self.key)
 
     @property
     @override
@@ -213,21 +221,13 @@ class PackedStore(Store):
         return self._state.dropped
 
     @override
-    def append(self, x_BHTD: Tensor) -> None:
-        """Encode and store tokens after the last one.
-
-        Raises:
-            MeasurementError: on NaN or infinity, naming the layer.
-        """
-        if x_BHTD.shape[2] == 0:
-            return
-        x = x_BHTD.detach()
-        if not torch.isfinite(x).all():
-            raise MeasurementError(
-                f"{self._where} got NaN or infinity; a cache that stores it would hide where it came from.",
-                remedy="Check the model's dtype (float16 overflows in some models) and its weights.",
-            )
-        state = self._state
+    def plan(self, x_BHTD: Tensor, *, check: bool) -> list[Write]:
+        state, x = self._state, x_BHTD.detach()
+        if x.shape[2] == 0:
+            return [Write(self.codec, self.key, state, x, 0)]
+        if check and not torch.isfinite(x).all():
+            raise nonfinite_error(self._where)
+        given = x if self._has_tail or self.role.sink_tokens > length(state.sinks) else None
         if state.total == 0:
             state = replace(state, first_write=x.shape[2], frozen=self.codec.freeze(x))
         if self._has_tail or self.role.sink_tokens:
@@ -238,32 +238,42 @@ class PackedStore(Store):
         encoded = self.role.encoded_tokens(state.total)
         if self._has_tail:
             recent = _cat(state.recent, x)
-            first = recent.shape[2] - (state.total - _length(state.sinks) - state.encoded)
+            first = recent.shape[2] - (state.total - length(state.sinks) - state.encoded)
             x = recent[:, :, first : first + encoded - state.encoded]
             # A crop may reach back over the border of a tail that was encoded as a whole.
             reach = self.role.encoded_tokens(max(0, state.total - CROP_RESERVE))
-            keep = min(recent.shape[2], state.total - _length(state.sinks) - reach)
-            state = replace(state, recent=recent[:, :, recent.shape[2] - keep :].clone())
-        self._state = self._encode(state, x, encoded)
+            keep = min(recent.shape[2], state.total - length(state.sinks) - reach)
+            state = replace(state, recent=_own(recent[:, :, recent.shape[2] - keep :]))
+        start = state.encoded - state.dropped
+        state = self._with_room(state, x, encoded)
+        scale = self._tensor_scale(state) if self.kernels else None
+        return [Write(self.codec, self.key, state, x, start, scale, given)]
 
-    def _keep_sinks(self, state: _State, x: Tensor) -> tuple[_State, Tensor]:
-        missing = self.role.sink_tokens - _length(state.sinks)
+    @override
+    def commit(self, writes: Sequence[Write], tokens: int) -> None:
+        (write,) = writes
+        self._state = write.state
+
+    def _keep_sinks(self, state: State, x: Tensor) -> tuple[State, Tensor]:
+        missing = self.role.sink_tokens - length(state.sinks)
         if missing <= 0:
             return state, x
         return replace(state, sinks=_cat(state.sinks, x[:, :, :missing])), x[:, :, missing:]
 
-    def _encode(self, state: _State, x: Tensor, encoded: int) -> _State:
-        """`state` with `x`, the tokens from `state.encoded` to `encoded`, in its buffers."""
+    def _with_room(self, state: State, x: Tensor, encoded: int) -> State:
+        """`state` with buffers for `encoded` encoded tokens, the last of which are `x`."""
         if x.shape[2] == 0:
             return state
-        unit = self.role.format.unit
-        start, end = state.encoded - state.dropped, encoded - state.dropped
-        payload, scale = self.codec.encode(x, state.frozen)
-        state = replace(state, encoded=encoded, payload=_written(state.payload, payload, start, end, self._block))
-        if scale is None:
-            return state
-        written = _written(state.scale, scale, start // unit, end // unit, self._block // unit)
-        return replace(state, scale=written)
+        fmt, head_dim = self.role.format, self.codec.head_dim
+        held, needed = state.encoded - state.dropped, encoded - state.dropped
+        capacity = 0 if state.payload is None else state.payload.shape[2]
+        if capacity < needed:
+            capacity = max(_round_up(needed, self._block), self._reserve if state.payload is None else 0)
+        payload = _with_rows(state.payload, x, held, capacity, fmt.payload_bytes(head_dim))
+        scale = None
+        if scale_bytes := fmt.scale_bytes(head_dim):
+            scale = _with_rows(state.scale, x, held // fmt.unit, capacity // fmt.unit, scale_bytes)
+        return replace(state, encoded=encoded, payload=payload, scale=scale)
 
     @override
     def check_padding(self, padding: list[int]) -> None:
@@ -274,27 +284,79 @@ class PackedStore(Store):
             )
 
     @override
-    def snapshot(self) -> _State:
+    def snapshot(self) -> State:
         return self._state
 
     @override
-    def restore(self, snapshot: _State) -> None:
+    def restore(self, snapshot: State) -> None:
         self._state = snapshot
 
     @override
-    def read(self, snapshot: _State, dtype: torch.dtype) -> Tensor:
-        parts = [] if snapshot.sinks is None else [snapshot.sinks.to(dtype)]
-        payload, scale = self._body(snapshot)
-        if payload is not None:
-            parts.append(self.codec.decode(payload, scale, snapshot.frozen, dtype))
-        if snapshot.tail and snapshot.recent is not None:
-            parts.append(snapshot.recent[:, :, -snapshot.tail :].to(dtype))
-        if not parts:
+    def read(self, snapshot: State, dtype: torch.dtype) -> Tensor:
+        if snapshot.total == 0:
             raise MeasurementError(f"{self._where} was read, but stores nothing.")
-        self.tokens_read += snapshot.total - snapshot.dropped
+        return self.read_rows(snapshot, 0, snapshot.total - snapshot.dropped, dtype)
+
+    def read_rows(self, snapshot: State, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Tokens `start` to `stop`, counted from the oldest that is kept, decoded. Counted as read.
+
+        `start` and `stop` are positions of whole units of the format.
+        """
+        parts, at = [], 0
+        encoded, tail = snapshot.encoded - snapshot.dropped, _tail(snapshot)
+        for wide, tokens in ((snapshot.sinks, length(snapshot.sinks)), (None, encoded), (tail, length(tail))):
+            first, last = max(start, at) - at, min(stop, at + tokens) - at
+            if first < last:
+                decoded = self._decoded(snapshot, first, last, dtype) if wide is None else wide[:, :, first:last]
+                parts.append(decoded.to(dtype))
+            at += tokens
+        self.tokens_read += stop - start
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def _body(self, state: _State) -> tuple[Tensor | None, Tensor | None]:
+    def _decoded(self, state: State, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Encoded tokens `start` to `stop`."""
+        assert state.payload is not None
+        fmt, unit = self.role.format, self.role.format.unit
+        if not self.kernels:
+            scale = None if state.scale is None else state.scale[:, :, start // unit : stop // unit]
+            return self.codec.decode(state.payload[:, :, start:stop], scale, state.frozen, dtype)
+        as_stored = fmt.transform == "none" and dtype in KERNEL_FLOATS
+        x = ops.dequantize(
+            state.payload, state.scale, self._tensor_scale(state), self.key, self.codec.head_dim, start, stop,
+            dtype if as_stored else torch.float32,
+        )  # fmt: skip
+        if fmt.transform == "hadamard":
+            x = rotate(x)
+        return (x if state.frozen.mean is None else x + state.frozen.mean).to(dtype)
+
+    def _tensor_scale(self, state: State) -> Tensor | None:
+        """float32 [B or 1, H or 1]: the scale of a format that has one for the whole tensor; None: none, or 1."""
+        if state.payload is None:
+            return None
+        device = state.payload.device
+        if state.frozen.scale is not None:
+            return tensor_scale(self.codec, state.frozen, device)
+        if self._constant_scale is None or self._constant_scale.device != device:
+            self._constant_scale = tensor_scale(self.codec, state.frozen, device)
+        return self._constant_scale
+
+    @override
+    def segments(self, snapshot: State) -> list[tuple[int, list[Segment]]]:
+        found, kept, sinks = [], snapshot.encoded - snapshot.dropped, length(snapshot.sinks)
+        if snapshot.sinks is not None and sinks:
+            found.append(Segment.wide(0, snapshot.sinks))
+        if snapshot.payload is not None and kept:
+            rotated = self.role.format.transform == "hadamard"
+            scale = self._tensor_scale(snapshot)
+            found.append(
+                Segment(sinks, kept, snapshot.payload, snapshot.scale, scale, self.key, rotated, snapshot.frozen.mean)
+            )
+        if (tail := _tail(snapshot)) is not None:
+            found.append(Segment.wide(sinks + kept, tail))
+        self.tokens_read += snapshot.total - snapshot.dropped
+        return [(0, found)]
+
+    def _body(self, state: State) -> tuple[Tensor | None, Tensor | None]:
         """Live payload and scales of the encoded tokens, without padding."""
         kept = state.encoded - state.dropped
         if state.payload is None or kept == 0:
@@ -306,7 +368,7 @@ class PackedStore(Store):
         """Every live tensor without padding, by name: payload, scale, scale and mean that were frozen, sinks, tail."""
         state = self._state
         payload, scale = self._body(state)
-        tail = state.recent[:, :, -state.tail :] if state.tail and state.recent is not None else None
+        tail = _tail(state)
         named = {
             "payload": payload, "scale": scale, "frozen_scale": state.frozen.scale, "frozen_mean": state.frozen.mean,
             "sinks": state.sinks, "tail": tail,
@@ -324,7 +386,7 @@ class PackedStore(Store):
         state = self._state
         total = max(0, state.total - tokens)
         if total == 0:
-            self._state = _State()
+            self._state = State()
             return
         if tokens <= 0:
             return
@@ -340,7 +402,7 @@ class PackedStore(Store):
             self._refuse_crop(tokens, f"its first {state.dropped} tokens have left the sliding window")
         recent = state.recent
         if recent is not None:
-            tail_from = encoded + _length(sinks)
+            tail_from = encoded + length(sinks)
             if tail_from < min(total, state.total - recent.shape[2]):
                 self._refuse_crop(tokens, f"only the last {recent.shape[2]} tokens are at hand in BF16")
             recent = recent[:, :, : max(0, recent.shape[2] - tokens)]
@@ -359,8 +421,13 @@ class PackedStore(Store):
         if more <= 0 or state.payload is None:
             return
         kept = state.encoded - state.dropped
-        payload = state.payload[:, :, more:kept].clone()
-        scale = None if state.scale is None else state.scale[:, :, more // unit : kept // unit].clone()
+        capacity = _round_up(kept - more, math.lcm(unit, ALIGNMENT))
+        payload = _rows(state.payload, capacity)
+        payload[:, :, : kept - more] = state.payload[:, :, more:kept]
+        scale = None
+        if state.scale is not None:
+            scale = _rows(state.scale, capacity // unit)
+            scale[:, :, : (kept - more) // unit] = state.scale[:, :, more // unit : kept // unit]
         self._state = replace(state, dropped=state.dropped + more, payload=payload, scale=scale)
 
     @override
@@ -400,20 +467,37 @@ class PackedStore(Store):
         )
 
 
-def _length(tokens: Tensor | None) -> int:
-    return 0 if tokens is None else tokens.shape[2]
+def _tail(state: State) -> Tensor | None:
+    """bfloat16 [B, H, t, D]: tokens after the sinks that are not encoded; None if there are none."""
+    return state.recent[:, :, -state.tail :] if state.tail and state.recent is not None else None
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy whose rows of a head lie side by side."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _cat(first: Tensor | None, second: Tensor) -> Tensor:
-    return second.clone() if first is None else torch.cat([first, second], dim=2)
+    return _own(second) if first is None else torch.cat([first, second], dim=2)
 
 
-def _written(buffer: Tensor | None, new: Tensor, start: int, end: int, block: int) -> Tensor:
-    """`buffer` with `new` at start..end, grown to a whole number of blocks where needed."""
-    if buffer is None or buffer.shape[2] < end:
-        grown = new.new_zeros((*new.shape[:2], -(-end // block) * block, new.shape[3]))
-        if buffer is not None:
-            grown[:, :, :start] = buffer[:, :, :start]
-        buffer = grown
-    buffer[:, :, start:end] = new
-    return buffer
+def _round_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def _rows(like: Tensor, count: int, width: int | None = None) -> Tensor:
+    """uint8 zeros [B, H, count, width] for the batch, heads and device of `like` (and its width if none is given)."""
+    shape = (*like.shape[:2], count, like.shape[3] if width is None else width)
+    # Made in inference mode, they could not be written outside of it.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=torch.uint8, device=like.device)
+
+
+def _with_rows(buffer: Tensor | None, x: Tensor, held: int, count: int, width: int) -> Tensor:
+    """`buffer`, or a larger one with its first `held` rows if it has less than `count`."""
+    if buffer is not None and buffer.shape[2] >= count:
+        return buffer
+    grown = _rows(x, count, width)
+    if buffer is not None:
+        grown[:, :, :held] = buffer[:, :, :held]
+    return grown

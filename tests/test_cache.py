@@ -870,6 +870,16 @@ class TestHandles:
             assert torch.equal(got, right)
         assert store.tokens_read == 36 * 10
 
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_what_changes_nothing_keeps_the_handle(self, inference: bool) -> None:
+        """Models move shared keys to the device where they are; in inference mode torch hands such calls on whole."""
+        with torch.inference_mode(inference):
+            handle, _ = new_cache("nvfp4").update(numbers(0, 36), numbers(0, 36), 0)
+            for same in (handle.to("cpu"), handle.to(torch.float32), handle.to(handle), handle.contiguous()):
+                assert same is handle
+            assert type(handle.to(torch.bfloat16)) is Tensor
+            assert torch.equal(handle.to(torch.bfloat16), handle.dequantize().bfloat16())
+
     @EVERY_KIND
     def test_a_handle_is_what_was_stored_then(self, name: str) -> None:
         """Also after later appends, freed tiles and chosen rows: a layer may share the keys of an earlier one."""

@@ -38,6 +38,7 @@ def test_defaults_and_name_from_the_file(tmp_path):
     assert config.schemes == (get_scheme("nvfp4"),)
     assert config.context_lengths == (1024,)
     assert (config.reads, config.prefill_chunk, config.samples, config.seed) == ("stored", 2048, 16, 0)
+    assert config.attention == "auto"
     assert config.tasks[0].label == "niah_single"
 
 

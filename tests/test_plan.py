@@ -67,6 +67,8 @@ def test_arms_and_order():
     [
         {"prefill_chunk": 1024},
         {"reads": "fresh_chunk"},
+        {"attention": "packed"},
+        {"attention": "dequant"},
         {"seed": 1},
         {"model": info(weights_digest="x")},
         {"model": info(revision="x")},
@@ -140,6 +142,23 @@ def test_nested_documents_know_which_lengths_share_their_prefill():
     before = ids(make(), "perplexity")
     after = ids(make(context_lengths=[512, 1024, 2048]), "perplexity")
     assert all(before[cell] != after[cell] for cell in before)
+
+
+def test_plans_that_say_nothing_of_attention_keep_their_names():
+    """They were made before there was a choice; published results go by these names."""
+    plan = make()
+    assert plan.to_dict()["plan_digest"] == "759df46c5b671f2e"
+    assert (ids(plan)["bf16", 512], ids(plan)["crush", 1024]) == ("6f8adfa852ed6b01", "955117485f8c41e5")
+    assert make(attention="auto").to_dict() == plan.to_dict()
+    digests = {make(attention=mode).to_dict()["plan_digest"] for mode in ("auto", "packed", "dequant")}
+    assert len(digests) == 3
+
+
+def test_the_controls_run_whatever_attention_is_asked_for():
+    """A/A decodes first, to show what kernels add by rounding; nothing reads crush packed."""
+    for mode, crush in (("auto", "auto"), ("packed", "auto"), ("dequant", "dequant")):
+        arms = {arm.role: arm.attention for arm in make(attention=mode).arms}
+        assert arms == {"baseline": mode, "aa": "dequant", "scheme": mode, "crush": crush}
 
 
 def test_plan_digest_ignores_the_name_and_knows_the_gate():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from tiny_models import ALL_BUILDERS, BUILDERS, VOCABULARY, loaded, tiny_llama
 from kveval import selftest
 from kveval.attention import ATTENTION
 from kveval.backends.hf import HFBackend
+from kveval.cache import QuantizedCache
 from kveval.config import ModelConfig
 from kveval.errors import MeasurementError
 from kveval.formats.spec import get_scheme
 from kveval.models import load
+from kveval.plan import Arm
 from kveval.storage import PackedStore
 
 
@@ -47,8 +50,27 @@ def test_passes_on_every_family(family: str, dtype: torch.dtype) -> None:
     assert len(result["plain"]) == selftest.NEW_TOKENS
     assert 0 <= result["max_logit_difference"] <= result["tolerance"]
     assert result["closest_call"] >= 0
+    assert result["attention_path"].startswith("dequantize")
     json.dumps(result)
     assert backend.loaded.model.config._attn_implementation == ATTENTION
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gemma3n"])
+def test_what_a_sweep_attends_by_is_what_is_tested(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where caches are attended to packed without being asked; the reference stays what it is."""
+    backend = backend_of(ALL_BUILDERS[family]())
+    arms = []
+    new_cache = backend.new_cache
+
+    def packed_if_auto(arm: Arm) -> QuantizedCache:
+        arms.append(arm.attention)
+        return new_cache(replace(arm, attention="packed") if arm.attention == "auto" else arm)
+
+    monkeypatch.setattr(backend, "new_cache", packed_if_auto)
+    result = selftest.check(backend)
+    assert result["plain"] == result["packed"]
+    assert result["attention_path"] == "packed reference"
+    assert sorted(arms) == ["auto", "dequant"]
 
 
 def test_passes_on_a_model_from_disk(tiny_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -182,8 +183,9 @@ class TestBytes:
     @EVERY
     @pytest.mark.parametrize("block", [1, 48])
     def test_buffers_grow_by_whole_blocks(self, name: str, block: int) -> None:
-        store, unit = new_store(name, block_size=block), ROLES[name].format.unit
-        size = -(-block // unit) * unit
+        """Of whole groups of tokens, and of 16 tokens, so that every head's rows begin at a multiple of 16 bytes."""
+        store, together = new_store(name, block_size=block), math.lcm(ROLES[name].format.unit, 16)
+        size = -(-block // together) * together
         for start in range(0, 120, 24):
             store.append(numbers(start, start + 24))
             payload = store.snapshot().payload
@@ -191,6 +193,42 @@ class TestBytes:
                 encoded = ROLES[name].encoded_tokens(store.total)
                 assert payload.shape[2] == -(-encoded // size) * size
         assert_same_store(store, filled(name, numbers(0, 24), numbers(24, 120)))
+
+    @EVERY
+    @pytest.mark.parametrize("reserve", [1, 100, 400])
+    def test_what_is_reserved_is_allocated_once(self, name: str, reserve: int) -> None:
+        """For as many tokens as will be encoded; more than that grows by blocks, and nothing else changes."""
+        store, seen = new_store(name, block_size=32, reserve=reserve), set()
+        for start in range(0, reserve, 50):
+            store.append(numbers(start, min(start + 50, reserve)))
+            if store.snapshot().payload is not None:
+                seen.add(store.snapshot().payload.data_ptr())
+        assert len(seen) == (ROLES[name].encoded_tokens(reserve) > 0)
+        assert store.nbytes().stored == store.billed_bytes()
+        store.append(numbers(reserve, reserve + 100))
+        assert_same_store(
+            store,
+            filled(name, *numbers(0, reserve + 100).split([min(50, reserve), reserve + 100 - min(50, reserve)], dim=2)),
+        )
+        store.crop(reserve + 100)
+        assert store.nbytes() == StoredBytes()
+
+    @EVERY
+    def test_rows_of_heads_begin_at_a_multiple_of_16_bytes(self, name: str) -> None:
+        """Of codes and of scales, in buffers that grew, lost their newest and oldest tokens and changed their rows."""
+        store = new_store(name, block_size=1)
+        for start, stop in ((0, 5), (5, 6), (6, 47), (47, 130)):
+            store.append(numbers(start, stop))
+            if start:
+                store.crop(1)
+                store.append(numbers(stop - 1, stop))
+            if not (ROLES[name].sink_tokens or ROLES[name].residual_length):
+                store.drop(stop // 3)
+            store.select_rows(torch.tensor([1, 0]))
+            for plane in (store.snapshot().payload, store.snapshot().scale):
+                if plane is not None:
+                    assert not any(stride % 16 for stride in plane.stride()[:2])
+                    assert plane.stride()[2:] == (plane.shape[3], 1)
 
     def test_stored_bytes_add_up_by_part(self) -> None:
         total = StoredBytes(1, 2, 3, 4, 5, 6, 7) + StoredBytes(10, 20, 30, 40, 50, 60, 70)
@@ -378,6 +416,17 @@ class TestDrop:
         assert torch.equal(read(store), read(whole)[:, :, gone:])
         store.drop(max(0, oldest - 5))
         assert store.dropped == gone
+
+    @pytest.mark.parametrize("kept", [1, 17, 33, 64])
+    def test_what_is_kept_has_room_to_the_next_16_tokens(self, kept: int) -> None:
+        store = filled("bf16-keys-sliding", numbers(0, 100))
+        store.drop(100 - kept)
+        payload = store.snapshot().payload
+        assert payload is not None
+        assert payload.shape[2] == -(-kept // 16) * 16
+        assert store.nbytes().stored == store.billed_bytes()
+        store.append(numbers(100, 120))
+        assert torch.equal(read(store), numbers(100 - kept, 120).bfloat16().float())
 
     def test_memory_is_freed(self) -> None:
         store = filled("bf16-keys-sliding", numbers(0, 256), block_size=64)

@@ -101,14 +101,14 @@ def tiny_gemma2(dtype: torch.dtype = torch.float32) -> Any:
     )
 
 
-def tiny_gemma3(dtype: torch.dtype = torch.float32) -> Any:
+def tiny_gemma3(dtype: torch.dtype = torch.float32, *, head_dim: int = 16) -> Any:
     """Sliding, full, sliding: two of three layers see the last `WINDOW` tokens only."""
     return _built(
         "gemma3_text",
         dtype,
         layer_types=[*_SLIDING_FULL, "sliding_attention"],
-        head_dim=16,
-        query_pre_attn_scalar=16,
+        head_dim=head_dim,
+        query_pre_attn_scalar=head_dim,
         sliding_window=WINDOW,
     )
 

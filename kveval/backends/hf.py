@@ -57,7 +57,7 @@ class HFBackend:
         self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], decode_tokens: int
     ) -> Iterator[Output]:
         plan = plan_prefill([s.prompt_ids for s in cluster])
-        cache = self.new_cache(arm)
+        cache = self.new_cache(arm, reserve=max(_longest(sample, decode_tokens) for sample in cluster))
         in_order = sorted(range(len(cluster)), key=lambda i: plan.branches[i])
         stem_s = 0.0
         for i in in_order:
@@ -68,15 +68,23 @@ class HFBackend:
                 output = replace(output, decode_s_per_token=self._time_decode(sample, cache, decode_tokens))
             yield output
 
-    def new_cache(self, arm: Arm) -> QuantizedCache:
-        """An empty cache for one sequence of this arm."""
-        return QuantizedCache(self._model.config, arm.scheme, reads=cast(Reads, arm.reads))
+    def new_cache(self, arm: Arm, *, reserve: int = 0) -> QuantizedCache:
+        """An empty cache for one sequence of this arm, with room for `reserve` tokens.
+
+        Raises:
+            UnsupportedError: the arm's scheme can't be stored, or not be attended to packed as the arm asks.
+        """
+        reads = cast(Reads, arm.reads)
+        return QuantizedCache(
+            self._model.config, arm.scheme, reads=reads, attention=arm.attention, reserve=reserve
+        )  # fmt: skip
 
     def forward(self, ids: Sequence[int], cache: QuantizedCache, *, keep: int) -> Tensor:
         """Feed tokens after what `cache` holds; returns float logits [keep, V] of the last `keep` positions.
 
         Raises:
-            MeasurementError: if the model did not store exactly these tokens in `cache` (it ran on another one).
+            MeasurementError: if the model did not store exactly these tokens in `cache` (it ran on another one), or
+                stored NaN or infinity.
         """
         before = cache.get_seq_length()
         device = self.loaded.device
@@ -84,6 +92,7 @@ class HFBackend:
         kept = torch.arange(len(ids) - keep, len(ids), device=device)
         input_ids = torch.tensor([ids], device=device)
         out = self._model(input_ids=input_ids, use_cache=True, logits_to_keep=kept, **{self.cache_argument: cache})
+        cache.check_finite()
         lengths = {layer.get_seq_length() for layer in cache.packed_layers}
         if lengths != {before + len(ids)}:
             raise MeasurementError(
@@ -157,3 +166,8 @@ class HFBackend:
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize(self.loaded.device)
         return time.perf_counter()
+
+
+def _longest(sample: Sample, decode_tokens: int) -> int:
+    """Most tokens that a cache holds while a sample is scored and decoding is timed on it."""
+    return len(sample.prompt_ids) + max(len(sample.answer_ids), decode_tokens + 1)

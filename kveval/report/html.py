@@ -16,6 +16,7 @@ from kveval.report.cells import LOSS_METRICS
 from kveval.report.figure import Plot, write_plot
 from kveval.report.layers import bias_sentence, layer_rows, layer_sentences, probed
 from kveval.report.model import ReportData
+from kveval.report.native import hardware_sentences, native_rows, ran_on, reason_sentences, widening_sentence
 from kveval.report.plots import all_plots
 from kveval.report.rows import cell_rows, few_clusters, gate_notes, loss_text, summary_rows
 
@@ -63,6 +64,7 @@ def render_html(data: ReportData, plots: Sequence[tuple[Plot, bytes]]) -> str:
         more_figures=[f for f in figures if not f["main"] and f["name"] != LAYER_PLOT],
         layer_figure=next((f for f in figures if f["name"] == LAYER_PLOT), None),
         layers=_layers(data),
+        native=_native(data),
         endpoints=_endpoints(data),
         gate_notes=gate_notes(data.verdict) if data.verdict else [],
         few_clusters=few_clusters(data.ranked("answer_nll")),
@@ -117,6 +119,20 @@ def _layers(data: ReportData) -> dict[str, Any] | None:
         "bias": bias_sentence(data.layers),
         "sentences": layer_sentences(data.layers),
         "rows": layer_rows(data.layers),
+    }
+
+
+def _native(data: ReportData) -> dict[str, Any] | None:
+    """What the section on how schemes ran says; None for a run that did not record it."""
+    if data.native is None:
+        return None
+    return {
+        "problem": data.native.problem,
+        "ran_on": ran_on(data.native),
+        "rows": native_rows(data.native, data.attention_paths),
+        "widening": widening_sentence(data.native),
+        "reasons": reason_sentences(data.native),
+        "hardware": hardware_sentences(data.native),
     }
 
 

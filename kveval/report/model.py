@@ -6,7 +6,7 @@ Tables, plots and the HTML page only lay out what stands here; statistics come f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kveval.controls import ControlResult
     from kveval.gate import Verdict
     from kveval.layer_note import LayerErrors
+    from kveval.native_note import NativePaths
 
 __all__ = ["ReportData", "build_report"]
 
@@ -61,6 +62,8 @@ class ReportData:
             unpacks with plain PyTorch and whose times say nothing about serving).
         problems: Sentences about what is missing or errored; empty when all is there.
         layers: What storage does in each layer; None where the run did not measure it.
+        native: How each scheme is stored, read and multiplied on the run's machine; None where that is not recorded.
+        attention_paths: By scheme, the ways in which its samples were attended to.
     """
 
     name: str
@@ -89,6 +92,8 @@ class ReportData:
     config: Mapping[str, Any]
     env: Mapping[str, Any]
     layers: LayerErrors | None = None
+    native: NativePaths | None = None
+    attention_paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of_role(self, *roles: Role) -> tuple[Arm, ...]:
         """The arms in any of `roles`."""
@@ -141,6 +146,7 @@ def build_report(
     verdict: Verdict | None = None,
     env: Mapping[str, Any] | None = None,
     layers: LayerErrors | None = None,
+    native: NativePaths | None = None,
 ) -> ReportData:
     """Compute a report.
 
@@ -152,6 +158,7 @@ def build_report(
         verdict: The gate's, when one was declared.
         env: Versions and hardware that the run recorded.
         layers: The error by layer, where the run measured it.
+        native: How the schemes ran on the machine, where the run recorded it.
 
     Raises:
         StoreError: there are no records.
@@ -194,15 +201,23 @@ def build_report(
         config=config,
         env=env or {},
         layers=layers,
+        native=native,
+        attention_paths=_attention_paths(records),
     )
     headline, tone = _headline(data)
     return replace(data, headline=headline, tone=tone, sentences=_sentences(data))
 
 
 def _by_kernels(records: pd.DataFrame) -> bool:
-    """Whether every sample was attended to by a kernel rather than through unpacked tensors."""
+    """Whether every sample was attended to by a kernel rather than through unpacked tensors or on a CPU."""
     paths = records["attention_path"].dropna()
-    return not paths.empty and not paths.str.startswith("dequantize").any()
+    return not paths.empty and not paths.str.contains("dequantize|reference").any()
+
+
+def _attention_paths(records: pd.DataFrame) -> dict[str, tuple[str, ...]]:
+    """The paths that the records of each scheme name."""
+    known = records[records["role"].isin(["baseline", "scheme"]) & records["attention_path"].notna()]
+    return {str(scheme): tuple(of["attention_path"].unique()) for scheme, of in known.groupby("scheme", sort=False)}
 
 
 def _in_order(column: pd.Series[Any], listed: Iterable[str]) -> tuple[str, ...]:

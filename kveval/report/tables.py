@@ -23,6 +23,7 @@ __all__ = [
     "capacity_json",
     "capacity_table",
     "findings_table",
+    "kernels_table",
     "models_table",
     "report_json",
     "run_summary",
@@ -138,6 +139,8 @@ def report_json(data: ReportData) -> dict[str, Any]:
         "storage": [asdict(s) for s in data.storage],
         "decode": [asdict(t) for t in data.timings],
         "layers": data.layers.to_dict() if data.layers else None,
+        "native": data.native.to_dict() if data.native else None,
+        "attention_paths": {scheme: list(paths) for scheme, paths in data.attention_paths.items()},
     }
 
 
@@ -238,6 +241,27 @@ def findings_table(findings: Mapping[str, Any]) -> RenderableType:
     notes = ["* of keys and values per token and head of 128; BF16 takes 512."]
     notes += [f"All are read through: {path}." for path in paths if len(paths) == 1]
     return Group(facts, Text(), schemes, *(Text(note, style="dim") for note in notes))
+
+
+def kernels_table(found: Mapping[str, Any]) -> RenderableType:
+    """What `kveval doctor` found of the kernels: whether they run here, and what each takes of the GPU."""
+    lines = [Text()]
+    if found["missing"]:
+        lines.append(Text(f"Kernels don't run here: {found['missing']}"))
+    if not found["kernels"]:
+        return Group(*lines)
+    title = f"Kernels, compiled for {found['architecture']} by NVRTC {found['nvrtc']}"
+    table = _table(title, "kernel")
+    for name in ("registers", "stack bytes", "seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("compiles")
+    for row in found["kernels"]:
+        numbers = ("–" if row[key] is None else str(row[key]) for key in ("registers", "stack_bytes"))
+        seconds = "–" if row["seconds"] is None else f"{row['seconds']:.1f}"
+        works = Text(f"NO: {row['problem']}", style="bold red") if row["problem"] else Text("yes", style="green")
+        table.add_row(row["kernel"], *numbers, seconds, works)
+    note = "Seconds: to compile; – if it was compiled before."
+    return Group(*lines, table, Text(note, style="dim"))
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from kveval.models import load
 from kveval.packed_layer import TILE, PackedLayer
 from kveval.plan import Arm
 from kveval.prefixes import plan_prefill
-from kveval.storage import CROP_RESERVE
+from kveval.storage import CROP_RESERVE, PackedStore
 from kveval.tasks import Sample
 
 INVARIANT = [name for name in DIFFERENT if scheme(name).append_invariant]
@@ -286,6 +287,75 @@ class TestEffective:
             dropped = [0 if shape.window is None else fed - kept for shape in shapes]
             billed = [f.nbytes(fed, g, dropped=d) for f, g, d in zip(formats, shapes, dropped, strict=True) if f]
             assert ran.billed == ran.stored.stored == sum(billed)
+
+
+class TestPackedAttention:
+    @pytest.mark.parametrize("name", ["bf16", "nvfp4", "int4_g32", "sinks_residual"])
+    def test_scores_and_reads_are_those_of_decoding_first(self, backend: HFBackend, name: str) -> None:
+        for cluster in (haystack(), document()):
+            runs = [
+                score(backend, cluster, replace(arm(name), attention=mode), decode_tokens=2)
+                for mode in ("packed", "dequant")
+            ]
+            for got, expected in zip(*runs, strict=True):
+                assert got.score.token_nll == pytest.approx(expected.score.token_nll, abs=2e-3)
+                assert got.effective.attention_path == "packed reference"
+                assert got.effective.packed_reads == expected.effective.packed_reads
+                assert got.effective.stored == expected.effective.stored
+
+    def test_a_long_rest_is_prefilled_in_blocks(self, backend: HFBackend) -> None:
+        long = [sample([*HAY, *tokens(90, seed=3)[0].tolist()], [2, 3], id="long"), *haystack()]
+        runs = [score(backend, long, replace(arm(chunk=80), attention=mode)) for mode in ("packed", "dequant")]
+        assert runs[0][0].score.token_nll == pytest.approx(runs[1][0].score.token_nll, abs=1e-3)
+        assert runs[0][0].effective.attention_path == "packed prefill"
+        assert runs[0][0].effective.packed_reads == runs[1][0].effective.packed_reads
+
+    def test_a_layer_that_skips_its_bytes_is_void_here_too(
+        self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        segments = PackedStore.segments
+        monkeypatch.setattr(PackedStore, "segments", lambda store, snapshot: segments(store, snapshot))
+        score(backend, haystack(), replace(arm("nvfp4"), attention="packed"))
+
+        def uncounted(store: PackedStore, snapshot: Any) -> Any:
+            before = store.tokens_read
+            found = segments(store, snapshot)
+            store.tokens_read = before
+            return found
+
+        monkeypatch.setattr(PackedStore, "segments", uncounted)
+        with pytest.raises(MeasurementError, match="would be void"):
+            score(backend, haystack(), replace(arm("nvfp4"), attention="packed"))
+
+    def test_a_format_without_a_kernel_is_refused_by_layer(self, backend: HFBackend) -> None:
+        with pytest.raises(UnsupportedError, match="layer 0 can't be attended to as packed bytes"):
+            score(backend, haystack(), replace(arm("kivi4"), attention="packed"))
+
+    def test_nan_is_an_error_of_the_forward_that_made_it(self) -> None:
+        model = tiny_llama(head_dim=HEAD_DIM)
+        model.model.layers[1].self_attn.v_proj.weight[3, 3] = float("nan")
+        backend = HFBackend(loaded(model))
+        cache = backend.new_cache(replace(arm("fp8_per_token_head"), attention="packed"))
+        with pytest.raises(MeasurementError, match="values of layer 1 got NaN or infinity"):
+            backend.forward([1, 2, 3], cache, keep=1)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "kivi4", "sinks_residual"])
+@pytest.mark.parametrize("decode_tokens", [0, 9])
+def test_memory_is_allocated_once_per_cluster(
+    backend: HFBackend, monkeypatch: pytest.MonkeyPatch, name: str, decode_tokens: int
+) -> None:
+    caches, new_cache = [], backend.new_cache
+    monkeypatch.setattr(backend, "new_cache", lambda *x, **y: caches.append(new_cache(*x, **y)) or caches[-1])
+    long = sample([*HAY, *tokens(276, seed=3)[0].tolist()], [2, 3, 4], id="long")
+    score(backend, [*haystack(), long], arm(name, chunk=40), decode_tokens=decode_tokens)
+    (cache,) = caches
+    for store in (s for layer in cache.packed_layers for s in layer.stores()):
+        assert isinstance(store, PackedStore)
+        encoded = store.role.encoded_tokens(300 + max(3, decode_tokens + 1))
+        together = math.lcm(store.role.format.unit, 16)
+        if store.snapshot().payload is not None:
+            assert store.snapshot().payload.shape[2] == -(-encoded // together) * together
 
 
 class TestRefusals:

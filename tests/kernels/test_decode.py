@@ -35,6 +35,7 @@ from kveval.kernels.decode import (
     work,
 )
 from kveval.kernels.formats import format_key
+from kveval.kernels.launcher import use_launcher
 
 CPU = torch.device("cpu")
 SHARED_MEMORY = (227 * 1024, 163 * 1024, 99 * 1024)
@@ -63,6 +64,25 @@ def test_the_order_of_blocks_changes_no_bit(emulator: EmulatorLauncher, scheme: 
             emulator.seed = seed
             results.append(case.attend(cache))
         assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "scheme"), [(80, "fp8_per_token_head"), (80, "nvfp4"), (89, "k8v4")])
+def test_gpus_before_hopper(kernel_builds: Path, architecture: int, scheme: str) -> None:
+    """They have no bulk copies, and the oldest convert no e4m3."""
+    base = Case(scheme=scheme, splits=2, batch=2, length=500)
+    cases = [
+        base,
+        replace(base, length=1),
+        replace(base, length=1500),
+        replace(base, bounds=((0, 0), (61, 450)), sinks=True),
+        replace(base, window=90, query_size=6.0, growing=True),
+    ]
+    with use_launcher(EmulatorLauncher(kernel_builds, architecture=architecture, seed=3)):
+        for case in cases:
+            cache = case.make(CPU)
+            measured = Yardstick.of(case, cache).measure(*case.attend(cache))
+            assert all(m.error <= m.limit for m in measured), (case, measured)
 
 
 class Guarded(TorchDispatchMode):

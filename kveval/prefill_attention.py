@@ -1,0 +1,79 @@
+"""Attention of a prompt's chunk to packed bytes: the tokens before it are decoded block by block, never all at once.
+
+Torch's flash attention runs on every block and on the chunk itself, and what they give is added up.
+
+Shape legend: B batch, H KV heads, Hq query heads, Lq queries, Lk tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kveval.masks import CausalMask
+from kveval.packed_kv import PackedKV
+from kveval.partial_attention import PartialAttention, Scores
+from kveval.storage import PackedStore
+
+__all__ = ["BLOCK", "attend", "misfit"]
+
+BLOCK = 8192
+"""Tokens that are decoded at a time."""
+
+LARGEST_HEAD = 256
+"""Of torch's flash attention on a GPU; there a head size is also a multiple of 8."""
+
+
+def misfit(query: Tensor, key: PackedKV, value: PackedKV, mask: CausalMask | None, scores: Scores) -> str:
+    """Why a chunk of a prompt can't be attended to in blocks; "" if it can."""
+    if not scores.plain:
+        return "a prompt with capped scores or attention sinks"
+    if mask is not None and mask.window:
+        return "a prompt with a sliding window"
+    padded = mask is not None and mask.padding is not None
+    if padded or not all(isinstance(handle.store, PackedStore) for handle in (key, value)):
+        return "a prompt in a batch with left padding"
+    if not all(handle.store.kernels for handle in (key, value)):
+        return "a format that kernels do not decode"
+    head_dim = query.shape[3]
+    if value.shape[3] != head_dim:
+        return f"keys of {head_dim} and values of {value.shape[3]} numbers per head"
+    if query.is_cuda and (head_dim % 8 or head_dim > LARGEST_HEAD):
+        return f"heads of {head_dim}"
+    if query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16):
+        return f"a model in {query.dtype}"
+    return ""
+
+
+def attend(query: Tensor, key: PackedKV, value: PackedKV, *, scaling: float) -> Tensor:
+    """Causal attention of the last Lq tokens.
+
+    Args:
+        query: [B, Hq, Lq, D].
+        key: [B, H, Lk, D].
+        value: [B, H, Lk, D].
+        scaling: Factor on the scores.
+
+    Returns:
+        [B, Lq, Hq, D] contiguous, in the query's dtype.
+    """
+    before, total = key.shape[2] - query.shape[2], key.shape[2]
+    own = _flash(query, key.rows(before, total), value.rows(before, total), scaling=scaling, causal=True)
+    if before == 0:
+        return own[0].contiguous()
+    merged = PartialAttention(query, value.shape[3])
+    merged.add(*own)
+    for start in range(0, before, BLOCK):
+        stop = min(start + BLOCK, before)
+        merged.add(*_flash(query, key.rows(start, stop), value.rows(start, stop), scaling=scaling, causal=False))
+    return merged.result(query.dtype)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output [B, Lq, Hq, D], log of the softmax's sum [B, Hq, Lq]); `causal` is for as many tokens as queries."""
+    aten = torch.ops.aten
+    if query.is_cuda:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+    return out.transpose(1, 2), lse
