@@ -172,8 +172,8 @@ def _scale_rules() -> str:
 
 HARDWARE_INTRO = """\
 What GPUs do with the codes themselves: how a code becomes a 16-bit number, and whether tensor cores multiply codes as
-they are. Scales are applied apart, except e2m1 with the block scales of NVFP4 and MXFP4 on Blackwell. kveval decodes
-through a table on every device.
+they are. Scales are applied apart, except e2m1 with the block scales of NVFP4 and MXFP4 on Blackwell. kveval's
+kernels do what Hopper's column says and multiply 16-bit numbers; without them, codes go through a table.
 """
 
 

@@ -209,8 +209,8 @@ def build_report(
 
 
 def _by_kernels(records: pd.DataFrame) -> bool:
-    """Whether every sample was attended to by a kernel rather than through unpacked tensors or on a CPU."""
-    paths = records["attention_path"].dropna()
+    """Whether baseline and schemes were attended to by a kernel rather than through decoded tensors or on a CPU."""
+    paths = records.loc[records["role"].isin(["baseline", "scheme"]), "attention_path"].dropna()
     return not paths.empty and not paths.str.contains("dequantize|reference").any()
 
 
