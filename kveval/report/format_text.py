@@ -229,9 +229,9 @@ def _read_now(scheme: KVScheme) -> str:
     if not scheme.lossy:
         return "the stored bytes are viewed as bfloat16 on every read; attention runs in the model's dtype."
     return (
-        "every read decodes the stored codes; nothing decoded is kept. On an NVIDIA GPU a kernel does so within attention, "
-        "for most formats (`kveval doctor` says which, and how). Elsewhere codes go through a table of the element's "
-        "values, are scaled in float32, and attention gets the model's dtype."
+        "every read decodes the stored codes; nothing decoded is kept. On an NVIDIA GPU a kernel does so within "
+        "attention, for most formats (`kveval doctor` says which, and how). Elsewhere codes go through a table of the "
+        "element's values, are scaled in float32, and attention gets the model's dtype."
     )
 
 
