@@ -70,11 +70,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Needles in filler, with the questions about them. `instruction` stands before the text."""
+    """Needles in filler, with the questions about them. `instruction` stands before the text.
+
+    `filler` is the haystack's own text between the needles; None: the task's.
+    """
 
     instruction: str
     needles: tuple[Needle, ...]
     questions: tuple[Question, ...]
+    filler: Corpus | None = None
 
 
 def depth_of(ctx: TaskContext, task: str, index: int) -> float:
@@ -104,7 +108,7 @@ def build_samples(
     Args:
         ctx: What to make samples for.
         task: The task's name: seeds the randomness and names the task in errors.
-        filler: Name of the text source between the needles.
+        filler: Name of the text source between the needles, for haystacks without one of their own.
         queries: Questions per haystack, as many as `describe` gives.
         describe: Haystack number and its own random generator -> `Haystack`. It must not depend on
             the number of samples or the context length.
@@ -116,7 +120,7 @@ def build_samples(
     plans = []
     for number in range(-(-ctx.samples // queries)):
         haystack = describe(number, seeded_random(ctx, task, number))
-        plans.append(_Plan.of(ctx, haystack, corpus))
+        plans.append(_Plan.of(ctx, haystack, haystack.filler or corpus))
     least = max((plan.minimum for plan in plans), default=0)
     if ctx.context_length < least:
         raise LengthError(
@@ -127,7 +131,7 @@ def build_samples(
     samples: list[Sample] = []
     for number, plan in enumerate(plans):
         rng = seeded_random(ctx, task, number, "filler")
-        stream = _Stream.of(ctx, plan, corpus, rng)
+        stream = _Stream.of(ctx, plan, rng)
         for place in range(min(queries, ctx.samples - len(samples))):
             samples.append(_sample(ctx, task, number, place, plan, stream))
     return samples
@@ -138,6 +142,7 @@ class _Plan:
     """A haystack in tokens, before the filler: everything whose length is known."""
 
     haystack: Haystack
+    corpus: Corpus
     head: tuple[int, ...]
     needles: tuple[tuple[int, ...], ...]
     tails: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -152,7 +157,7 @@ class _Plan:
         longest = max(len(tail) + len(answer) for tail, answer in tails)
         # One filler token, so that even the shortest haystack is more than its needles.
         minimum = len(head) + sum(map(len, needles)) + longest + 1
-        return cls(haystack, head, tuple(needles), tails, minimum)
+        return cls(haystack, corpus, head, tuple(needles), tails, minimum)
 
     def room(self, ctx: TaskContext, question: int) -> int:
         """Context tokens that question number `question` leaves."""
@@ -169,10 +174,10 @@ class _Stream:
     wraps: int
 
     @classmethod
-    def of(cls, ctx: TaskContext, plan: _Plan, corpus: Corpus, rng: random.Random) -> _Stream:
+    def of(cls, ctx: TaskContext, plan: _Plan, rng: random.Random) -> _Stream:
         rooms = [plan.room(ctx, question) for question in range(len(plan.tails))]
         needle_tokens = sum(map(len, plan.needles))
-        units, wraps = _filler(ctx, corpus, max(rooms) - needle_tokens, rng)
+        units, wraps = _filler(ctx, plan.corpus, max(rooms) - needle_tokens, rng)
         before = _places(plan, [len(unit) for unit in units], min(rooms))
         ids: list[int] = []
         starts = [0] * len(plan.needles)

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "niah_multikey": {"keys": 3, "queries": 2},
     "variable_tracking": {"hops": 1},
     "passkey_chain": {"hops": 2},
+    "near_duplicate_keys": {"mates": 2},
     "perplexity": {"scored_tokens": 64},
 }
 # Raise a task's VERSION when one of these has to change.
@@ -33,6 +34,7 @@ GOLDEN = {
     ("niah_multikey", 1): "f28d207a8dc4cb65",
     ("variable_tracking", 1): "8e9dbaeca451c832",
     ("passkey_chain", 1): "27f9a47a1349cf99",
+    ("near_duplicate_keys", 1): "6d7c89a2a5172cb8",
     ("perplexity", 1): "0778b03177ccc241",
 }
 
