@@ -66,7 +66,8 @@ struct Queries {
     largest = max_of(largest, shuffle_xor(largest, 1));
     largest = max_of(largest, shuffle_xor(largest, 2));
     u32 exponent = bits_of(largest) >> 23;
-    exponent = exponent < 1 ? 1 : exponent > 252 ? 252 : exponent;
+    // Not below 2^-63: the scores' factor would be subnormal, which counts as 0, and 0 times a masked score is NaN.
+    exponent = exponent < 64 ? 64 : exponent > 252 ? 252 : exponent;
     const float down = float_of((254 - exponent) << 23);
 #pragma unroll
     for (int i = 0; i < M_TILES; i++)

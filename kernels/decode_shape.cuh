@@ -91,6 +91,7 @@ struct Tiles {
 
 // Tiles all of whose rows lie in `rows`.
 DEVICE Tiles tiles_within(const DecodeParams& p, Range rows) {
-  const i32 from = max_of(rows.from - p.first + TOKENS - 1, 0) / TOKENS, to = max_of(rows.to - p.first, 0) / TOKENS;
+  const i32 from = rows.from > p.first ? (rows.from - p.first - 1) / TOKENS + 1 : 0;
+  const i32 to = max_of(rows.to - p.first, 0) / TOKENS;
   return {from, max_of(from, to)};
 }

@@ -28,8 +28,8 @@ HOST_DEVICE constexpr int scale_size(int type) {
 }
 
 // How one role (keys or values) is stored.
-//   GROUP   elements along the head that share a stored scale (head_dim: one per token); without a stored scale,
-//   head_dim ZERO    a zero point is stored behind each scale GLOBAL  there is a tensor-level fp32 scale besides
+// GROUP: elements along the head that share a stored scale (the head's size: one per token, or none is stored).
+// ZERO: a zero point is stored behind each scale. GLOBAL: there is a tensor-level fp32 scale besides.
 template <int ELEMENT, int RULE, int SCALE, int GROUP, bool ZERO, bool GLOBAL, int DIM>
 struct Format {
   static constexpr int element = ELEMENT, rule = RULE, scale = SCALE, group = GROUP, head_dim = DIM;

@@ -6,14 +6,14 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kveval.errors import UnsupportedError
+from kveval.errors import ConfigError, UnsupportedError
 from kveval.formats.layout import LayerFormat, layer_formats
 from kveval.formats.spec import KVScheme, get_scheme
 from kveval.geometry import LayerGeometry, geometry_from_config
@@ -64,6 +64,10 @@ class QuantizedCache(Cache):
         self._branch_length: int | None = None
         self.geometry = geometry_from_config(config if isinstance(config, dict) else config.to_dict())
         formats = layer_formats(self.scheme, self.geometry)
+        if attention not in get_args(AttentionMode):
+            raise ConfigError(f"attention is one of {', '.join(get_args(AttentionMode))}, not {attention!r}.")
+        if type(reserve) is not int or reserve < 0:
+            raise ConfigError(f"reserve is a number of tokens, not {reserve!r}.", remedy="Give 0 or more, as an int.")
         self._nonfinite = NonFinite(len(self.geometry))
         options: dict[str, Any] = {
             "reads": reads,

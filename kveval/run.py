@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kveval import env, layer_errors, native_path, selftest
 from kveval.backends.base import Backend, Output
 from kveval.config import SweepConfig
-from kveval.errors import ConfigError, KvevalError, MeasurementError, UnknownNameError
+from kveval.errors import ConfigError, KvevalError, MeasurementError, UnknownNameError, UnsupportedError
 from kveval.evaluate import sessions_of
 from kveval.layer_note import NOTE, LayerErrors, read_layer_errors
 from kveval.models import carried_scales, compute_device, describe, load, load_tokenizer
@@ -173,7 +173,10 @@ def _load_backend(plan: Plan, store: RunStore) -> HFBackend:
 
     backend = HFBackend(load(plan.config.model, device=plan.config.model.device))
     for arm in plan.arms:
-        backend.new_cache(arm)  # an arm that can't run is refused before any of them does
+        try:
+            backend.new_cache(arm)  # an arm that can't run is refused before any of them does
+        except UnsupportedError as error:
+            raise UnsupportedError(f"scheme {arm.label}: {error.message}", remedy=error.remedy) from error
     store.write_note("self_test.json", selftest.check(backend))
     return backend
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def run_bench(
     if on_gpu and (reason := missing(device)):
         raise UnsupportedError(f"kernels can't run on {device}: {reason}", remedy="`kveval doctor` says more.")
     timer = timer or timer_of(device)
+    # Before anything is timed: a model that is not there would cost all that was.
+    loaded = load(ModelConfig(id=asked.model), device=str(device)) if asked.model is not None else None
     found = _Found()
     schemes = {}
     for shape in asked.shapes:
@@ -108,9 +111,8 @@ def run_bench(
     for shape in (s for s in asked.shapes if schemes[s]):
         for batch in asked.batches:
             _measure(Case(shape, batch, max(asked.lengths)), schemes[shape], asked, timer, found, report, copied)
-    if asked.model is not None:
+    if loaded is not None:
         report(f"decoding with {asked.model}")
-        loaded = load(ModelConfig(id=asked.model), device=str(device))
         rows, left = measure_model(loaded, asked.schemes, asked.lengths, timer, repeats=asked.replays, seed=asked.seed)
         found.model_steps += rows
         found.left_out += left
@@ -152,29 +154,41 @@ def _measure(
     longest: Case, schemes: Sequence[KVScheme], asked: Asked, timer: Timer, found: _Found,
     report: Callable[[str], None], copied: Any,
 ) -> None:  # fmt: skip
-    """All that was asked for of one shape and batch."""
+    """All that was asked for of one shape and batch; what the GPU's memory can't hold is left out."""
     shape, batch = longest.shape, longest.batch
     options: dict[str, Any] = {"replays": asked.replays, "seed": asked.seed}
-    if "append" in asked.what:
-        report(f"append: {shape.name}, batch {batch}")
+
+    def append() -> None:
         rows, left = measure_append(shape, batch, schemes, timer, **options)
         found.append += rows
         found.left_out += left
+
+    def decode(case: Case) -> None:
+        done = measure_decode(case, schemes, timer, copy_gb_per_s=copied.gb_per_s.median, **options)
+        found.decode += done.rows
+        found.references += done.references
+        found.left_out += done.left_out
+
+    def step(case: Case) -> None:
+        found.steps += measure_steps(case, schemes, timer, **options)
+
+    cases = [Case(shape, batch, length) for length in asked.lengths]
+    parts: list[tuple[str, Callable[[], None]]] = []
+    if "append" in asked.what:
+        parts.append((f"append: {shape.name}, batch {batch}", append))
+    for case in cases:
+        parts += [
+            (f"{what}: {case}", partial(run, case))
+            for what, run in (("decode", decode), ("step", step))
+            if what in asked.what
+        ]
+    for what, run in parts:
+        report(what)
+        try:
+            run()
+        except torch.OutOfMemoryError:
+            found.left_out.append(LeftOut(what, "it does not fit into the GPU's memory"))
         _release(timer.device)
-    for length in asked.lengths:
-        case = Case(shape, batch, length)
-        if "decode" in asked.what:
-            report(f"decode: {case}")
-            done = measure_decode(case, schemes, timer, copy_gb_per_s=copied.gb_per_s.median, **options)
-            found.decode += done.rows
-            found.references += done.references
-            found.left_out += done.left_out
-            del done
-            _release(timer.device)
-        if "step" in asked.what:
-            report(f"step: {case}")
-            found.steps += measure_steps(case, schemes, timer, **options)
-            _release(timer.device)
 
 
 def _calls(

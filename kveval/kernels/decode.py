@@ -230,7 +230,13 @@ def decode_cuda(
     """
     batch, query_heads, queries, head_dim = query.shape
     heads = kq.shape[1]
-    _check(query, kq, ks, vq, vs, kfmt, vfmt)
+    if query.numel() == 0:
+        return (
+            query.new_empty(batch, queries, query_heads, head_dim, dtype=out_dtype),
+            query.new_empty(batch, query_heads, queries, dtype=torch.float32),
+        )
+    _check(query, kq, ks, vq, vs, kfmt, vfmt, out_dtype)
+    bounds, sinks = (None if t is None else t.contiguous() for t in (bounds, sinks))
     if query.stride(3) != 1 or any(s % 8 for s in query.stride()[:3]) or query.data_ptr() % ALIGNMENT:
         query = query.contiguous()
     group = query_heads // heads
@@ -274,7 +280,10 @@ def decode_cuda(
     return out, lse
 
 
-def _check(query: Tensor, kq: Tensor, ks: Tensor | None, vq: Tensor, vs: Tensor | None, kfmt: str, vfmt: str) -> None:
+def _check(
+    query: Tensor, kq: Tensor, ks: Tensor | None, vq: Tensor, vs: Tensor | None, kfmt: str, vfmt: str,
+    out_dtype: torch.dtype,
+) -> None:  # fmt: skip
     key, value = formats.format_of(kfmt), formats.format_of(vfmt)
     if reason := misfit(key, value, query.shape[3], formats.stored_width(value, vq.shape[3])):
         raise UnsupportedError(f"{reason}.", remedy="Attend with `attention: dequant`.")
@@ -287,6 +296,10 @@ def _check(query: Tensor, kq: Tensor, ks: Tensor | None, vq: Tensor, vs: Tensor 
         raise UnsupportedError(
             "keys stored in bf16 are multiplied with queries in bf16, not fp16.",
             remedy="Load the model in bfloat16, or attend with `attention: dequant`.",
+        )
+    if out_dtype not in OUT_TYPES:
+        raise UnsupportedError(
+            f"the decode kernel gives bf16, fp16 or fp32, not {out_dtype}.", remedy="Ask for one of these."
         )
     for plane in (kq, ks, vq, vs):
         if plane is None:

@@ -7,6 +7,7 @@ values, P payload bytes and S scale bytes of a token. Packed tensors are uint8; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -135,6 +136,9 @@ def decode(
 
 # ---- checks, the same on every device. They run at every call: nothing is worked out that is not needed.
 
+_MOST = 2**31 - 2**16
+"""Rows are counted in 32 bits."""
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -192,6 +196,9 @@ def _check_append(
         raise _refusal(f"append got keys of {k.dtype} and values of {v.dtype}.")
     if nonfinite.dtype != torch.int32 or nonfinite.shape != (2,) or nonfinite.stride(0) != 1:
         raise _refusal("append: nonfinite is int32 [2].")
+    if k.shape[:2] != v.shape[:2]:
+        raise _refusal(f"append: keys {tuple(k.shape)} and values {tuple(v.shape)} are of other sequences or heads.")
+    _check_devices(k, v, kq, ks, kg, vq, vs, vg, nonfinite)
     for name, x, q, s, g, start, key in (("keys", k, kq, ks, kg, kpos, kfmt), ("values", v, vq, vs, vg, vpos, vfmt)):
         batch, heads, tokens, head_dim = x.shape
         if q.shape[0] != batch or q.shape[1] != heads:
@@ -214,8 +221,11 @@ def _check_decode(
     bounds: Tensor | None, sinks: Tensor | None, kfmt: str, vfmt: str, length: int, position: int, window: int,
     scaling: float, softcap: float, out_dtype: torch.dtype, splits: int,
 ) -> None:  # fmt: skip
+    if query.ndim != 4 or kq.ndim != 4 or vq.ndim != 4 or not kq.shape[1]:
+        raise _refusal("decode: queries, keys and values have four dimensions, and at least one head.")
     batch, query_heads, _, width = query.shape
     heads = kq.shape[1]
+    _check_devices(query, kq, ks, kg, vq, vs, vg, bounds, sinks)
     if kq.shape[0] != batch or vq.shape[:2] != kq.shape[:2] or query_heads % heads:
         raise _refusal(
             f"decode: queries {tuple(query.shape)} do not fit keys {tuple(kq.shape)} and values {tuple(vq.shape)}."
@@ -226,10 +236,18 @@ def _check_decode(
         raise _refusal("decode: bounds are int32 [B, 2].")
     if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (query_heads,)):
         raise _refusal("decode: sinks are float32 [Hq].")
-    if position < 0 or window < 0 or softcap < 0 or splits < 0:
-        raise _refusal("decode: a negative number.")
-    if not out_dtype.is_floating_point:
+    if not all(0 <= number < _MOST for number in (length, position, window, splits)):
+        raise _refusal(f"decode: length, position, window and splits lie between 0 and {_MOST:,}.")
+    if not (0 < scaling < math.inf and 0 <= softcap < math.inf):
+        raise _refusal(f"decode: a scaling of {scaling} or a softcap of {softcap}.")
+    if out_dtype not in _FLOATS and out_dtype != torch.float64:
         raise _refusal(f"decode: no result of {out_dtype}.")
+
+
+def _check_devices(first: Tensor, *others: Tensor | None) -> None:
+    for other in others:
+        if other is not None and other.device != first.device:
+            raise _refusal(f"tensors on {first.device} and on {other.device}.")
 
 
 # ---- implementations

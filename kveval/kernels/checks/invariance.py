@@ -105,7 +105,7 @@ def magnitudes(device: torch.device, sizes: Sizes) -> Iterator[Trial]:
         for changed in (
             {"query_size": 1e5}, {"query_size": 1e-6}, {"query_size": 30.0, "splits": 7}, {"value_size": 1e-4},
             {"value_size": 1e-4, "query_size": 10.0}, {"outlier": 1e4}, {"outlier": 1e4, "query_size": 5.0},
-            {"growing": True, "splits": 3},
+            {"growing": True, "splits": 3}, {"query_size": 0.0}, {"query_size": 1e-38},
         ):  # fmt: skip
             yield plain_trial(device, replace(base, **changed))
         if base.formats[0].element != "bf16":
