@@ -196,9 +196,6 @@ def _check_append(
         raise _refusal(f"append got keys of {k.dtype} and values of {v.dtype}.")
     if nonfinite.dtype != torch.int32 or nonfinite.shape != (2,) or nonfinite.stride(0) != 1:
         raise _refusal("append: nonfinite is int32 [2].")
-    if k.shape[:2] != v.shape[:2]:
-        raise _refusal(f"append: keys {tuple(k.shape)} and values {tuple(v.shape)} are of other sequences or heads.")
-    _check_devices(k, v, kq, ks, kg, vq, vs, vg, nonfinite)
     for name, x, q, s, g, start, key in (("keys", k, kq, ks, kg, kpos, kfmt), ("values", v, vq, vs, vg, vpos, vfmt)):
         batch, heads, tokens, head_dim = x.shape
         if q.shape[0] != batch or q.shape[1] != heads:
@@ -206,6 +203,9 @@ def _check_append(
         if x.stride(3) != 1:
             raise _refusal(f"{name}: the numbers of a head are not side by side.")
         _check_packed(name, q, s, g, key, head_dim, start, start + tokens)
+    if k.shape[:2] != v.shape[:2]:
+        raise _refusal(f"append: keys {tuple(k.shape)} and values {tuple(v.shape)} are of other sequences or heads.")
+    _check_devices(k, v, kq, ks, kg, vq, vs, vg, nonfinite)
 
 
 def _check_dequantize(

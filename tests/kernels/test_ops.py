@@ -334,8 +334,8 @@ def test_append_refuses_what_does_not_fit(changed: dict[str, Any], reason: str) 
         ({"bounds": torch.zeros(2, 2)}, "bounds are int32"),
         ({"bounds": torch.zeros(1, 2, dtype=torch.int32)}, "bounds are int32"),
         ({"sinks": torch.zeros(3)}, "sinks are float32"),
-        ({"position": -1}, "a negative number"),
-        ({"window": -1}, "a negative number"),
+        ({"position": -1}, "lie between 0 and"),
+        ({"window": -1}, "lie between 0 and"),
         ({"out_dtype": torch.int8}, "no result of torch.int8"),
     ],
 )
