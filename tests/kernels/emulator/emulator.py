@@ -140,13 +140,7 @@ class EmulatorLauncher:
             if library is None:
                 library = self._loaded[variant] = ctypes.CDLL(str(self.compile(variant)))
             self.launches.append(variant)
-            # Fast arithmetic takes subnormal numbers for 0.
-            torch.set_flush_denormal(variant.fast_math)
-            try:
-                size = ctypes.c_uint64(ctypes.sizeof(params))
-                failed = library.emulate(ctypes.byref(launch), ctypes.byref(params), size)
-            finally:
-                torch.set_flush_denormal(False)
+            failed = library.emulate(ctypes.byref(launch), ctypes.byref(params), ctypes.c_uint64(ctypes.sizeof(params)))
         if failed:
             raise EmulatorError(f"{variant.source}, {variant.entry}: {message.value.decode()}")
 
