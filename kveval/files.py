@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kveval.errors import StoreError
 
-__all__ = ["read_json", "sha256", "temporary", "to_json", "unwritable", "write_atomic", "writing"]
+__all__ = ["read_json", "read_versioned", "sha256", "temporary", "to_json", "unwritable", "write_atomic", "writing"]
+
+
+T = TypeVar("T")
 
 
 def read_json(file: Path, *, remedy: str) -> dict[str, Any]:
@@ -24,6 +27,22 @@ def read_json(file: Path, *, remedy: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise StoreError(f"Can't read {file}: it is not a JSON object.", remedy=remedy)
     return data
+
+
+def read_versioned(file: Path, build: Callable[[dict[str, Any]], T], *, version: int, remedy: str) -> T:
+    """What `build` makes of the object in a JSON file that names its `schema_version`.
+
+    Raises:
+        StoreError: with the remedy, if the file can't be read, is of another schema version or lacks fields.
+    """
+    data = read_json(file, remedy=remedy)
+    found = data.get("schema_version")
+    if found != version:
+        raise StoreError(f"{file} has schema version {found}; this kveval reads {version}.", remedy=remedy)
+    try:
+        return build(data)
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{file} doesn't hold the fields of this schema: {error}", remedy=remedy) from error
 
 
 def to_json(data: Mapping[str, Any]) -> bytes:

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kveval.errors import StoreError
-from kveval.files import read_json
+from kveval.files import read_versioned
 
 __all__ = ["NOTE", "LayerError", "LayerErrors", "read_layer_errors"]
 
@@ -97,11 +96,4 @@ def read_layer_errors(path: str | Path) -> LayerErrors | None:
     if not file.exists():
         return None
     remedy = f"Delete {NOTE}: the report is then made without its section."
-    note = read_json(file, remedy=remedy)
-    if note.get("schema_version") != SCHEMA_VERSION:
-        found = note.get("schema_version")
-        raise StoreError(f"{file} has schema version {found}; this kveval reads {SCHEMA_VERSION}.", remedy=remedy)
-    try:
-        return LayerErrors.from_dict(note)
-    except (KeyError, TypeError) as error:
-        raise StoreError(f"{file} doesn't hold the fields of this schema: {error}", remedy=remedy) from error
+    return read_versioned(file, LayerErrors.from_dict, version=SCHEMA_VERSION, remedy=remedy)

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from kveval.errors import StoreError
-from kveval.files import read_json
+from kveval.files import read_versioned
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -261,11 +260,4 @@ def read_bench(file: str | Path) -> Bench:
         StoreError: it can't be read, or is of another schema version.
     """
     remedy = "Run `kveval bench` again."
-    data = read_json(Path(file), remedy=remedy)
-    if data.get("schema_version") != SCHEMA_VERSION:
-        found = data.get("schema_version")
-        raise StoreError(f"{file} has schema version {found}; this kveval reads {SCHEMA_VERSION}.", remedy=remedy)
-    try:
-        return Bench.from_dict(data)
-    except (KeyError, TypeError) as error:
-        raise StoreError(f"{file} doesn't hold the fields of this schema: {error}", remedy=remedy) from error
+    return read_versioned(Path(file), Bench.from_dict, version=SCHEMA_VERSION, remedy=remedy)

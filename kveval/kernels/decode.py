@@ -19,6 +19,7 @@ from kveval.formats.spec import TensorFormat
 from kveval.kernels import formats
 from kveval.kernels.compiler import Variant
 from kveval.kernels.launcher import launcher
+from kveval.kernels.structs import FLOATS, THREADS
 
 __all__ = ["HEAD_DIMS", "Tuning", "Work", "decode_cuda", "misfit", "shared_bytes", "tuning", "variant", "work"]
 
@@ -41,8 +42,6 @@ ALIGNMENT = 16
 
 EVEN_SPLIT = 0.9
 """Part of the blocks that may run at once which is enough if every head then gets as many."""
-
-OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Plane(ctypes.Structure):
@@ -260,7 +259,7 @@ def decode_cuda(
         partial=partial.data_ptr(), counters=counters.data_ptr(), bounds=_address(bounds), sinks=_address(sinks),
         query_batch=query.stride(0), query_head=query.stride(1), query_row=query.stride(2),
         batch=batch, kv_heads=heads, group=group, queries=queries, length=length, position=position, window=window,
-        first=cut.first, tiles=cut.tiles, query_is_half=query.dtype == torch.float16, out_type=OUT_TYPES[out_dtype],
+        first=cut.first, tiles=cut.tiles, query_is_half=query.dtype == torch.float16, out_type=FLOATS[out_dtype],
         scale=scaling * LOG2_E, softcap=softcap * LOG2_E, share=cut.share, longer=cut.longer, two=2,
     )  # fmt: skip
     for name, scale in (("key", kg), ("value", vg)):
@@ -272,7 +271,7 @@ def decode_cuda(
             kfmt, vfmt, head_dim, columns, shape, one_head=cut.splits > 0, softcap=bool(softcap), loads_only=loads_only
         ),
         grid=cut.grid,
-        block=32 * shape.warps,
+        block=THREADS * shape.warps,
         shared_bytes=shared_bytes(shape, sum(widths), head_dim, columns),
         params=params,
         device=device,
@@ -297,7 +296,7 @@ def _check(
             "keys stored in bf16 are multiplied with queries in bf16, not fp16.",
             remedy="Load the model in bfloat16, or attend with `attention: dequant`.",
         )
-    if out_dtype not in OUT_TYPES:
+    if out_dtype not in FLOATS:
         raise UnsupportedError(
             f"the decode kernel gives bf16, fp16 or fp32, not {out_dtype}.", remedy="Ask for one of these."
         )
@@ -338,11 +337,10 @@ def _counters(device: torch.device, count: int) -> Tensor:
     """`count` zeros for one launch."""
     ring = _rings.get(device)
     if ring is None or ring.zeros.numel() < count:
-        zeros = torch.zeros(max(COUNTERS, count), dtype=torch.int32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # Filled anew with every replay, and the graph's own: of no use to others.
-            return zeros
-        ring = _rings[device] = _Ring(zeros)
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        ring = _rings[device] = _Ring(torch.zeros(max(COUNTERS, count), dtype=torch.int32, device=device))
     if ring.next + count > ring.zeros.numel():
         ring.next = 0
     ring.next += count
