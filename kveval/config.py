@@ -46,6 +46,10 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Mode = Literal["teacher_forced", "generate"]
+"""Feed the model the right answer and look at what it predicted; or have it write one as well, greedily."""
+
+
 class ModelConfig(_Model):
     """Which causal LM: a name from `kveval models`, a hub id, a folder or a .gguf file."""
 
@@ -57,12 +61,19 @@ class ModelConfig(_Model):
 
 
 class TaskConfig(_Model):
-    """One task: its name, and the task's own parameters under `params` (in YAML written beside `name`)."""
+    """One task: its name, and the task's own parameters under `params` (in YAML written beside `name`).
+
+    `mode`, `samples` and `context_lengths` are the sweep's unless given. `max_new_tokens` (at most so many tokens of an
+    answer that the model writes) and `stop` (strings that end it) are the task's own unless given.
+    """
 
     name: str
     label: str
+    mode: Mode | None = None
     samples: int | None = Field(default=None, gt=0)
     context_lengths: tuple[Length, ...] | None = None
+    max_new_tokens: int | None = Field(default=None, gt=0)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     params: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -158,6 +169,7 @@ class SweepConfig(_Model):
     tasks: tuple[TaskConfig, ...] = Field(min_length=1)
     context_lengths: tuple[Length, ...] = Field(min_length=1)
     samples: int = Field(default=16, gt=0)
+    mode: Mode = "teacher_forced"
     seed: int = Field(default=0, ge=0)
     reads: Literal["stored", "fresh_chunk"] = "stored"
     attention: Literal["auto", "packed", "dequant"] = "auto"
@@ -172,6 +184,11 @@ class SweepConfig(_Model):
     def _is_consistent(self) -> Self:
         _refuse_repeats("scheme", [s.name for s in self.schemes])
         _refuse_repeats("task label", [t.label for t in self.tasks])
+        for task in self.tasks:
+            if not self.writes(task) and (task.max_new_tokens is not None or task.stop is not None):
+                raise ValueError(
+                    f"{task.label}: max_new_tokens and stop are for answers that the model writes; add `mode: generate`"
+                )
         for reserved in ("crush", self.baseline, f"{self.baseline} (A/A)"):
             if any(s.name == reserved for s in self.schemes):
                 raise ValueError(f"{reserved} runs in every sweep by itself; take it out of `schemes`")
@@ -213,6 +230,10 @@ class SweepConfig(_Model):
     def samples_of(self, task: TaskConfig) -> int:
         """Samples per cell of `task`: its own, or the sweep's."""
         return task.samples or self.samples
+
+    def writes(self, task: TaskConfig) -> bool:
+        """Whether the model writes answers to `task`, beside being fed the right ones."""
+        return (task.mode or self.mode) == "generate"
 
 
 def _refuse_repeats(kind: str, names: Sequence[str]) -> None:

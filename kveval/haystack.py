@@ -29,9 +29,7 @@ __all__ = [
     "Question",
     "build_samples",
     "depth_of",
-    "magic_haystack",
     "numbers",
-    "word_pairs",
 ]
 
 DEPTH_BUCKETS = 8
@@ -57,6 +55,7 @@ class Question:
         text: The question, in the user's turn after the context.
         answer_prefix: Opening words of the reply, given to the model.
         answer: The reply's continuation, after a space.
+        references: What a written reply must hold; the answer itself unless given.
         needles: Indices of the needles that the answer needs; the first one's depth is the sample's.
         metadata: Plain JSON data for the sample.
     """
@@ -66,6 +65,7 @@ class Question:
     answer: str
     needles: tuple[int, ...]
     metadata: dict[str, Any] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Plan:
         head = prompt.head_ids + prompt.encode(f"{haystack.instruction}\n\nText:")
         needles = prompt.encode_many([corpus.joiner + needle.text for needle in haystack.needles])
         tails = tuple(prompt.tail_and_answer(f"\n\n{q.text}", q.answer_prefix, q.answer) for q in haystack.questions)
-        longest = max(len(tail) + len(answer) for tail, answer in tails)
+        longest = max(len(tail) + ctx.answer_room(len(answer)) for tail, answer in tails)
         # One filler token, so that even the shortest haystack is more than its needles.
         minimum = len(head) + sum(map(len, needles)) + longest + 1
         return cls(haystack, corpus, head, tuple(needles), tails, minimum)
@@ -162,7 +162,7 @@ class _Plan:
     def room(self, ctx: TaskContext, question: int) -> int:
         """Context tokens that question number `question` leaves."""
         tail, answer = self.tails[question]
-        return ctx.context_length - len(self.head) - len(tail) - len(answer)
+        return ctx.context_length - len(self.head) - len(tail) - ctx.answer_room(len(answer))
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,7 @@ def _sample(ctx: TaskContext, task: str, number: int, place: int, plan: _Plan, s
             "filler_wraps": stream.wraps,
             **question.metadata,
         },
+        references=question.references or (question.answer,),
     )
 
 
@@ -267,71 +268,6 @@ def _nearest(edges: Sequence[int], target: float) -> int:
     return right
 
 
-def magic_haystack(rng: random.Random, depths: Sequence[float], *, asked: int = 1, digits: int = 7) -> Haystack:
-    """Needles "One of the special magic numbers for <key> is: <number>.", the first `asked` asked for.
-
-    Args:
-        rng: The haystack's generator.
-        depths: One per needle.
-        asked: How many of the needles get a question of their own.
-        digits: Digits of each number.
-    """
-    keys, values = word_pairs(rng, len(depths)), numbers(rng, len(depths), digits)
-    found = list(zip(keys, values, depths, strict=True))
-    return Haystack(
-        instruction="Some special magic numbers are hidden in the following text. Remember them: "
-        "you will be asked about one of them.",
-        needles=tuple(
-            Needle(f"One of the special magic numbers for {key} is: {value}.", depth) for key, value, depth in found
-        ),
-        questions=tuple(
-            Question(
-                f"What is the special magic number for {key} in the text above?",
-                f"The special magic number for {key} is:",
-                value,
-                needles=(i,),
-            )
-            for i, (key, value, _) in enumerate(found[:asked])
-        ),
-    )
-
-
-def word_pairs(rng: random.Random, count: int) -> list[str]:
-    """`count` different adjective-noun keys ("amber-falcon"); no word twice while words last.
-
-    There are some five thousand pairs; `count` has to stay well below.
-    """
-    pairs: list[str] = []
-    while len(pairs) < count:
-        adjectives, nouns = (rng.sample(words, len(words)) for words in (ADJECTIVES, NOUNS))
-        fresh = (f"{a}-{n}" for a, n in zip(adjectives, nouns, strict=False))
-        pairs.extend(pair for pair in fresh if pair not in pairs)
-    return pairs[:count]
-
-
 def numbers(rng: random.Random, count: int, digits: int) -> list[str]:
     """`count` different numbers of exactly `digits` digits, uniform."""
     return [str(n) for n in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
-
-
-# fmt: off
-ADJECTIVES = (
-    "amber", "ancient", "bold", "brave", "brief", "bright", "brisk", "calm", "careful", "cheerful",
-    "clever", "cold", "cosy", "crisp", "curious", "daring", "deep", "distant", "early", "easy", "fair",
-    "famous", "fancy", "fierce", "fresh", "gentle", "giant", "glad", "golden", "graceful", "happy",
-    "hidden", "honest", "humble", "jolly", "keen", "kind", "lively", "lonely", "loud", "lucky", "merry",
-    "mighty", "modest", "narrow", "noble", "odd", "patient", "plain", "polite", "proud", "quick",
-    "quiet", "rapid", "rare", "royal", "silent", "simple", "slow", "smooth", "steady", "strong",
-    "sweet", "tall", "tidy", "warm", "wild", "wise",
-)
-NOUNS = (
-    "anchor", "apple", "badge", "basket", "beacon", "bell", "bottle", "bridge", "brush", "bucket",
-    "button", "cabin", "candle", "canyon", "carpet", "castle", "cedar", "circle", "cliff", "clock",
-    "cloud", "compass", "copper", "coral", "desk", "dragon", "drum", "engine", "falcon", "feather",
-    "fiddle", "forest", "garden", "glove", "hammer", "harbor", "helmet", "island", "jacket", "kettle",
-    "ladder", "lantern", "lemon", "magnet", "maple", "meadow", "mirror", "needle", "orchid", "paddle",
-    "pebble", "pepper", "pillow", "planet", "pocket", "rabbit", "ribbon", "river", "rocket", "saddle",
-    "scarf", "shadow", "signal", "spoon", "statue", "sugar", "table", "temple", "ticket", "tiger",
-    "tower", "tunnel", "valley", "violin", "wagon", "whistle", "window",
-)
-# fmt: on

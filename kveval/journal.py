@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from kveval.errors import MeasurementError, StoreError
-from kveval.records import Record
+from kveval.records import ADDED, Record
 
 __all__ = ["Journal", "Key", "mend", "read_journal"]
 
@@ -83,10 +83,10 @@ def read_journal(path: Path) -> dict[Key, Record]:
     if not path.exists():
         return records
     *lines, _half = path.read_bytes().split(b"\n")
-    row = _row_model()
     for number, line in enumerate(lines, start=1):
         try:
-            record = Record.from_dict(row.model_validate_json(line).__dict__)
+            row = _row_model(earlier=line.startswith(_EARLIER)).model_validate_json(line)
+            record = Record.from_dict(row.__dict__)
         except ValidationError as error:
             first = error.errors()[0]
             raise StoreError(
@@ -116,8 +116,13 @@ def _to_line(record: Record) -> bytes:
     return json.dumps(data, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
+_EARLIER = b'{"schema_version": 2,'
+"""How a line of schema 2 begins."""
+
+
 @cache
-def _row_model() -> type[BaseModel]:
-    """What a line must hold: every column of `Record`, of its type, and nothing else."""
-    columns: dict[str, Any] = {name: (hint, ...) for name, hint in get_type_hints(Record).items()}
+def _row_model(*, earlier: bool) -> type[BaseModel]:
+    """What a line must hold: every column of `Record`, of its type, and nothing else. An earlier one lacks `ADDED`."""
+    hints = get_type_hints(Record).items()
+    columns: dict[str, Any] = {name: (hint, None if earlier and name in ADDED else ...) for name, hint in hints}
     return create_model("Row", __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **columns)

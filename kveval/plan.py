@@ -45,13 +45,18 @@ class TaskPlan:
 
     `identity` decides its samples (besides seed, tokenizer and length). `passage` says that its answers are running
     text from documents that are the same at every context length. One prefill then serves all lengths, and the
-    lengths that run together, which decide where it pauses, are part of each cell's identity.
+    lengths that run together, which decide where it pauses, are part of each cell's identity. `max_new_tokens` and
+    `stop` are set where the model writes its answers. `buckets` says that samples are sorted by length, so that they
+    depend on the next shorter length too.
     """
 
     label: str
     version: int
     identity: Mapping[str, Any]
     passage: bool
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    buckets: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep, resolved. Cells come task by task, length by length, baseline first."""
+    """A sweep, resolved. Cells come task by task, length by length, baseline first; tasks by label."""
 
     config: SweepConfig
     model: Mapping[str, Any]
     arms: tuple[Arm, ...]
     cells: tuple[Cell, ...]
+    tasks: Mapping[str, TaskPlan]
 
     @property
     def gate_digest(self) -> str | None:
@@ -93,7 +99,7 @@ class Plan:
         """Plain data, as stored with the run. `plan_digest` covers everything but the run's name."""
         config = self.config.model_dump(mode="json")
         body = {
-            "config": {key: value for key, value in config.items() if key != "name" and (key, value) not in UNSAID},
+            "config": _said(config),
             "model": dict(self.model),
             "cells": [
                 {
@@ -113,8 +119,16 @@ class Plan:
         return {**head, **body, "config": config}
 
 
-UNSAID = (("attention", "auto"),)
+UNSAID = (("attention", "auto"), ("mode", "teacher_forced"))
+UNSAID_OF_TASKS = (("mode", None), ("max_new_tokens", None), ("stop", None))
 """Keys of a config, with their defaults, that came after plans were published; they leave a plan's digest as it was."""
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without its name and without what `UNSAID` names."""
+    said = {key: value for key, value in config.items() if key != "name" and (key, value) not in UNSAID}
+    said["tasks"] = [{k: v for k, v in task.items() if (k, v) not in UNSAID_OF_TASKS} for task in said["tasks"]]
+    return said
 
 
 def arms_of(config: SweepConfig) -> tuple[Arm, ...]:
@@ -237,7 +251,8 @@ def build_plan(config: SweepConfig, model: Any, tasks: Iterable[TaskPlan], *, de
     info = {**dataclasses.asdict(model), "device": device}
     arms = arms_of(config)
     cells = []
-    for task, entry in zip(tasks, config.tasks, strict=True):
+    by_label = {task.label: task for task in tasks}
+    for task, entry in zip(by_label.values(), config.tasks, strict=True):
         for length in config.lengths_of(entry):
             if model.max_context is not None and length > model.max_context:
                 raise LengthError(
@@ -258,7 +273,7 @@ def build_plan(config: SweepConfig, model: Any, tasks: Iterable[TaskPlan], *, de
                     )
                 )
     _refuse_twins(cells)
-    return Plan(config, info, arms, tuple(cells))
+    return Plan(config, info, arms, tuple(cells), by_label)
 
 
 def _refuse_twins(cells: Iterable[Cell]) -> None:
@@ -291,7 +306,11 @@ def _cell_identity(
 ) -> dict[str, Any]:
     """Everything that affects the cell's results, and nothing else."""
     # What was measured before there was a choice keeps its name.
-    chosen = {} if config.attention == "auto" else {"attention": config.attention}
+    chosen: dict[str, Any] = {} if config.attention == "auto" else {"attention": config.attention}
+    if task.max_new_tokens is not None:
+        chosen["written"] = {"max_new_tokens": task.max_new_tokens, "stop": list(task.stop)}
+    if task.buckets:
+        chosen["context_lengths"] = list(config.lengths_of(entry))
     return {
         "model": {key: model[key] for key in MODEL_IDENTITY},
         "task": dict(task.identity),

@@ -5,10 +5,26 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["METRICS", "SCHEMA_VERSION", "TIMING_FIELDS", "Metric", "Record", "Role"]
+__all__ = [
+    "ADDED",
+    "METRICS",
+    "READABLE",
+    "SCHEMA_VERSION",
+    "TIMING_FIELDS",
+    "FinishReason",
+    "Metric",
+    "Record",
+    "Role",
+]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of plans, manifests and records."""
+
+READABLE = (2, SCHEMA_VERSION)
+"""Schema versions whose runs can be reported and gated."""
+
+FinishReason = Literal["stop", "length", "thinking"]
+"""Why a written answer ended: by an end token or a stop string, at `max_new_tokens`, or there while still thinking."""
 
 Role = Literal["baseline", "scheme", "aa", "crush"]
 """What an arm is for: the BF16 baseline, a scheme under test, or one of the two controls."""
@@ -21,6 +37,8 @@ class Metric:
     `loss` is always "how much worse the scheme is": a rise for `higher_is_worse`, a drop otherwise.
     `against_baseline` metrics are already a distance from the baseline (the baseline's own value is 0).
     `family` decides the estimator: "binary" (0/1 per sample) or "continuous".
+    `of` is what is judged: a whole answer that the model was fed ("answer"), its tokens one by one ("tokens", which
+    running text has too), or the text that the model wrote ("text").
     """
 
     name: str
@@ -29,16 +47,22 @@ class Metric:
     higher_is_worse: bool
     family: Literal["binary", "continuous"]
     against_baseline: bool = False
+    of: Literal["answer", "tokens", "text"] = "answer"
 
 
 METRICS: dict[str, Metric] = {
     m.name: m
     for m in (
-        Metric("answer_nll", "answer NLL", "nats/token", True, "continuous"),
+        Metric("answer_nll", "answer NLL", "nats/token", True, "continuous", of="tokens"),
         Metric("exact_match", "exact match", "fraction", False, "binary"),
         Metric("first_token_match", "first token match", "fraction", False, "binary"),
-        Metric("kl", "KL from baseline", "nats/token", True, "continuous", against_baseline=True),
-        Metric("top1_flips", "top-1 flips", "fraction", True, "continuous", against_baseline=True),
+        Metric("accepted_prefix", "accepted prefix", "fraction", False, "continuous"),
+        Metric("task_score", "task score", "fraction", False, "continuous", of="text"),
+        Metric("text_f1", "F1 of words", "fraction", False, "continuous", of="text"),
+        Metric("text_exact_match", "exact text", "fraction", False, "binary", of="text"),
+        Metric("edit_similarity", "edit similarity", "fraction", False, "continuous", of="text"),
+        Metric("kl", "KL from baseline", "nats/token", True, "continuous", against_baseline=True, of="tokens"),
+        Metric("top1_flips", "top-1 flips", "fraction", True, "continuous", against_baseline=True, of="tokens"),
     )
 }
 
@@ -50,6 +74,11 @@ class Record:
     `answer_nll` is the mean over the answer's tokens, in nats; `answer_nll_sum` their sum.
     `kl` is the mean over scored positions of KL(baseline || scheme); `top1_flips` the fraction of
     scored positions whose argmax differs from the baseline's. Both are 0 on the baseline itself.
+    `accepted_prefix` is the share of the answer's tokens that greedy decoding would write before its first other
+    token. Where the task scores key tokens alone, `key_tokens` counts them, and all of these are over them.
+    `task_score`, `text_f1`, `text_exact_match`, `edit_similarity` and `position_scores` (right or wrong by place in
+    the answer) judge `generated_text`, which the model wrote greedily; they are None where it was not asked to, and
+    where it was still thinking when its `n_generated_tokens` were used up.
     Bytes are those of the live cache at `cache_tokens` tokens. Seconds are wall clock.
     """
 
@@ -93,6 +122,16 @@ class Record:
     prefill_s: float | None = None
     score_s: float | None = None
     decode_s_per_token: float | None = None
+    accepted_prefix: float | None = None
+    key_tokens: int | None = None
+    task_score: float | None = None
+    text_f1: float | None = None
+    text_exact_match: float | None = None
+    edit_similarity: float | None = None
+    position_scores: list[float] | None = None
+    generated_text: str | None = None
+    n_generated_tokens: int | None = None
+    finish_reason: FinishReason | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, in the order of the columns."""
@@ -108,6 +147,12 @@ class Record:
         """Names of the columns, in order."""
         return tuple(f.name for f in fields(cls))
 
+
+ADDED = (
+    "accepted_prefix", "key_tokens", "task_score", "text_f1", "text_exact_match", "edit_similarity",
+    "position_scores", "generated_text", "n_generated_tokens", "finish_reason",
+)  # fmt: skip
+"""Columns that records of schema 2 lack; they are None there."""
 
 TIMING_FIELDS = ("prefill_s", "score_s", "decode_s_per_token")
 """Columns that differ between two runs of the same sweep."""

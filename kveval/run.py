@@ -6,6 +6,7 @@ that the baseline's answer log-probabilities are at hand for the comparison. Eve
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kveval import env, layer_errors, native_path, selftest
 from kveval.backends.base import Backend, Output
-from kveval.config import SweepConfig
+from kveval.config import SweepConfig, TaskConfig
 from kveval.errors import ConfigError, KvevalError, MeasurementError, UnknownNameError, UnsupportedError
 from kveval.evaluate import sessions_of
 from kveval.layer_note import NOTE, LayerErrors, read_layer_errors
@@ -29,6 +30,7 @@ from kveval.tasks import Sample, Task, TaskContext, load_task
 
 if TYPE_CHECKING:
     from kveval.backends.hf import HFBackend
+    from kveval.generation import Generated
 
 __all__ = ["Progress", "RunSummary", "make_samples", "plan_sweep", "run_sweep"]
 
@@ -48,6 +50,7 @@ class RunSummary:
 class _Cluster:
     """Samples that share a prefill, each with the cells that it fills, by arm label."""
 
+    task: Task
     samples: tuple[Sample, ...]
     cells: tuple[Mapping[str, Cell], ...] = field(repr=False)
 
@@ -57,8 +60,8 @@ class _Cluster:
     @property
     def tokens(self) -> int:
         """Tokens that one arm feeds: the longest prompt, and every sample's own tail."""
-        longest = max(s.context_length for s in self.samples)
-        return longest + sum(len(s.answer_ids) for s in self.samples)
+        longest = max(len(s.prompt_ids) for s in self.samples)
+        return longest + sum(len(s.answer_ids) + (s.max_new_tokens or 0) for s in self.samples)
 
 
 def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
@@ -77,21 +80,48 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
         raise UnknownNameError(error.kind, error.name, error.known, where=config.where("model", "id")) from error
     carried = cache(lambda: carried_scales(config.model, info.geometry))
     config = settle_scales(config, info.geometry, info.weights_digest, carried)
-    task_plans = [TaskPlan(t.label, t.version, t.identity(), t.passage) for t in tasks]
+    task_plans = [_task_plan(config, task, entry) for task, entry in zip(tasks, config.tasks, strict=True)]
     plan = build_plan(config, info, task_plans, device=compute_device(config.model.device))
     sessions_of(config, plan.model)
     _refuse_undecidable(config, tasks)
     return plan, tasks
 
 
+def _task_plan(config: SweepConfig, task: Task, entry: TaskConfig) -> TaskPlan:
+    """What is planned of a task. Raises ConfigError if its answers can't be written and the config wants them to be."""
+    if not config.writes(entry):
+        return TaskPlan(task.label, task.version, task.identity(), task.passage, buckets=not task.exact_length)
+    if task.passage:
+        raise ConfigError(
+            f"task {task.label!r} scores running text, which has no answer to write.",
+            remedy="Give it `mode: teacher_forced`.",
+        )
+    return TaskPlan(
+        task.label,
+        task.version,
+        task.identity(),
+        task.passage,
+        entry.max_new_tokens or task.max_new_tokens,
+        task.stop if entry.stop is None else entry.stop,
+        buckets=not task.exact_length,
+    )
+
+
 def _refuse_undecidable(config: SweepConfig, tasks: Iterable[Task]) -> None:
     """A gate on a metric that the task never has could not be decided by any number of samples."""
     passages = {task.label for task in tasks if task.passage}
+    written = {entry.label for entry in config.tasks if config.writes(entry)}
     for i, end in enumerate(config.gate.endpoints if config.gate else ()):
-        if end.task in passages and METRICS[end.metric].family == "binary":
+        where = config.where("gate", "endpoints", i)
+        if end.task in passages and METRICS[end.metric].of != "tokens":
             raise ConfigError(
-                f"{config.where('gate', 'endpoints', i)}: {end.task} scores running text and has no {end.metric}.",
+                f"{where}: {end.task} scores running text and has no {end.metric}.",
                 remedy="Gate it on answer_nll or kl.",
+            )
+        if METRICS[end.metric].of == "text" and end.task not in written:
+            raise ConfigError(
+                f"{where}: {end.metric} judges an answer that the model writes; {end.task} is fed its answers.",
+                remedy="Give the task `mode: generate`, or gate it on answer_nll, exact_match or kl.",
             )
 
 
@@ -106,7 +136,17 @@ def make_samples(plan: Plan, tasks: Sequence[Task], tokenizer: Any) -> dict[tupl
     samples = {}
     for task, entry in zip(tasks, config.tasks, strict=True):
         for length in config.lengths_of(entry):
-            context = TaskContext(tokenizer, template, length, config.samples_of(entry), config.seed)
+            planned = plan.tasks[task.label]
+            context = TaskContext(
+                tokenizer=tokenizer,
+                prompt=template,
+                context_length=length,
+                samples=config.samples_of(entry),
+                seed=config.seed,
+                max_new_tokens=planned.max_new_tokens,
+                stop=planned.stop,
+                shorter=max((n for n in config.lengths_of(entry) if n < length), default=0),
+            )
             samples[task.label, length] = task.samples(context)
     return samples
 
@@ -126,7 +166,7 @@ def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None
     progress = progress or Progress()
     plan, tasks = plan_sweep(config)
     samples = make_samples(plan, tasks, load_tokenizer(config.model))
-    clusters = list(_clusters(plan, samples))
+    clusters = list(_clusters(plan, tasks, samples))
     order = [(cell.id, sample.id) for cell in plan.cells for sample in samples[cell.task, cell.context_length]]
     with RunStore.open(out, plan.to_dict(), env=env.collect()) as store:
         already = len(store.done)
@@ -147,9 +187,9 @@ def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None
         return RunSummary(Path(out), len(order) - already, errors)
 
 
-def _clusters(plan: Plan, samples: Mapping[tuple[str, int], list[Sample]]) -> Iterator[_Cluster]:
+def _clusters(plan: Plan, tasks: Sequence[Task], samples: Mapping[tuple[str, int], list[Sample]]) -> Iterator[_Cluster]:
     """Group samples that share a haystack or document. Passages nest, so theirs are grouped across lengths."""
-    for entry in plan.config.tasks:
+    for task, entry in zip(tasks, plan.config.tasks, strict=True):
         by_cluster: dict[tuple[str, int | None], list[tuple[Sample, dict[str, Cell]]]] = {}
         for length in plan.config.lengths_of(entry):
             cells = plan.cells_of(entry.label, length)
@@ -157,7 +197,7 @@ def _clusters(plan: Plan, samples: Mapping[tuple[str, int], list[Sample]]) -> It
             for sample in samples[entry.label, length]:
                 by_cluster.setdefault((sample.cluster, together), []).append((sample, cells))
         for members in by_cluster.values():
-            yield _Cluster(tuple(s for s, _ in members), tuple(c for _, c in members))
+            yield _Cluster(task, tuple(s for s, _ in members), tuple(c for _, c in members))
 
 
 def _first_of_each_length(clusters: Iterable[_Cluster]) -> list[_Cluster]:
@@ -220,7 +260,7 @@ def _run_cluster(
         if missing or arm.role == "baseline":
             for record, output in _score(cluster, arm, backend, baseline, decode_tokens):
                 if arm.role == "baseline" and output is not None:
-                    baseline[record.sample_id] = output.log_probs
+                    baseline[record.sample_id] = output.reference
                 if (record.cell_id, record.sample_id) in missing:
                     store.append(record)
         progress.advance(cluster.tokens, f"{cluster.cells[0][arm.label].task}: {arm.label}")
@@ -237,7 +277,7 @@ def _score(
             if arm.role != "baseline" and sample.id not in baseline:
                 yield _error_record(sample, cell, MeasurementError("the baseline failed on this sample.")), None
             else:
-                yield _record(sample, cell, output), output
+                yield _record(sample, cell, output, cluster.task), output
     except (KvevalError, RuntimeError) as error:
         log.exception("%s failed on %s", arm.label, cluster.samples[0].cluster)
         for sample, cell in waiting.values():
@@ -263,18 +303,22 @@ def _head(sample: Sample, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _record(sample: Sample, cell: Cell, output: Output) -> Record:
-    score, ran = output.score, output.effective
+def _record(sample: Sample, cell: Cell, output: Output, task: Task) -> Record:
+    score, ran, key_tokens = output.score, output.effective, output.reference.key_tokens
     is_baseline = cell.arm.role == "baseline"
+    scored = bool(score.token_nll)
+    whole = not cell.passage and key_tokens is None
     return Record(
         **_head(sample, cell),
         status="ok",
         answer_nll=score.answer_nll,
-        answer_nll_sum=score.answer_nll_sum,
-        exact_match=None if cell.passage else float(score.exact_match),
-        first_token_match=None if cell.passage else float(score.first_token_match),
-        kl=0.0 if is_baseline else score.kl,
-        top1_flips=0.0 if is_baseline else score.top1_flips,
+        answer_nll_sum=score.answer_nll_sum if scored else None,
+        exact_match=float(score.exact_match) if whole else None,
+        first_token_match=float(score.first_token_match) if whole else None,
+        accepted_prefix=score.accepted_tokens / len(score.token_nll) if whole else None,
+        key_tokens=None if key_tokens is None else len(key_tokens),
+        kl=0.0 if is_baseline and scored else score.kl,
+        top1_flips=0.0 if is_baseline and scored else score.top1_flips,
         token_nll=list(score.token_nll),
         stored_bytes=ran.stored.stored,
         payload_bytes=ran.stored.payload,
@@ -292,7 +336,21 @@ def _record(sample: Sample, cell: Cell, output: Output) -> Record:
         prefill_s=output.prefill_s,
         score_s=output.score_s,
         decode_s_per_token=output.decode_s_per_token,
+        **_written(sample, output.generated, task),
     )
+
+
+def _written(sample: Sample, generated: Generated | None, task: Task) -> dict[str, Any]:
+    """The columns about what the model wrote. Cut thoughts have no scores: 0 in both arms would pass for no loss."""
+    if generated is None:
+        return {}
+    cut = generated.finish_reason == "thinking"
+    return {
+        "generated_text": generated.text,
+        "n_generated_tokens": len(generated.token_ids),
+        "finish_reason": generated.finish_reason,
+        **({} if cut else dataclasses.asdict(task.score_text(sample, generated.text))),
+    }
 
 
 def _error_record(sample: Sample, cell: Cell, error: Exception) -> Record:

@@ -245,18 +245,19 @@ def competence(
 ) -> Competence:
     """Whether the baseline leaves room to see damage in this cell.
 
-    Binary metrics: "floor" if the baseline never scores (0 against 0 is not lossless), "ceiling" if it
-    always does. Other metrics: "floor" if the baseline's mean answer NLL is no better than a uniform guess
+    Scores from 0 to 1: "floor" if the baseline never scores (0 against 0 is not lossless), "ceiling" if it
+    always does in full. Other metrics: "floor" if the baseline's mean answer NLL is no better than a uniform guess
     over `vocab_size` tokens (`UNIFORM_NLL` when unknown), since there is then no knowledge to lose.
     A cell without baseline values is "ok" here; that it is incomplete is reported elsewhere.
     """
     kind = get_metric(metric)
-    judged = kind if kind.family == "binary" else METRICS["answer_nll"]
+    is_score = _is_fraction(kind) and not kind.against_baseline
+    judged = kind if is_score else METRICS["answer_nll"]
     values = list(_finite(_read_cell(records, judged, task, context_length).baseline()).values())
     if not values:
         return "ok"
     mean = math.fsum(values) / len(values)
-    if judged.family == "binary":
+    if is_score:
         return "floor" if mean == 0.0 else "ceiling" if mean == 1.0 else "ok"
     floor = math.log(vocab_size) if vocab_size else UNIFORM_NLL
     return "floor" if mean >= floor else "ok"

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType, TracebackType, UnionType
-from typing import IO, TYPE_CHECKING, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from kveval.errors import StoreError
 from kveval.files import read_json, sha256, temporary, to_json, unwritable, write_atomic
 from kveval.journal import Journal, Key, mend, read_journal
-from kveval.records import SCHEMA_VERSION, Record
+from kveval.records import ADDED, READABLE, SCHEMA_VERSION, Record
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -371,7 +371,7 @@ def _check_same_keys(path: Path, order: Sequence[Key], records: Mapping[Key, Rec
 
 
 def _arrow_field(name: str, hint: Any) -> pa.Field:
-    options = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+    options = set(get_args(hint)) if get_origin(hint) in (UnionType, Union) else {hint}
     (kind,) = options - {NoneType}
     types = {int: pa.int64(), float: pa.float64(), str: pa.string(), list[float]: pa.list_(pa.float64())}
     return pa.field(name, types[str if get_origin(kind) is Literal else kind], nullable=NoneType in options)
@@ -397,14 +397,18 @@ def _read_part(path: Path, part: Mapping[str, Any]) -> pa.Table:
     if sha256(data) != part["sha256"]:
         raise StoreError(f"{file} is damaged: its checksum is not the manifest's.", remedy=_REBUILD)
     table = pq.read_table(pa.BufferReader(data))
+    for field in arrow_schema():
+        if field.name in ADDED and field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     if table.num_rows != part["rows"] or not table.schema.equals(arrow_schema()):
         raise StoreError(f"{file} doesn't hold the rows and columns of this schema.", remedy=_REBUILD)
     return table
 
 
 def _check_schema_version(file: Path, data: Mapping[str, Any]) -> None:
-    if data.get("schema_version") != SCHEMA_VERSION:
+    if data.get("schema_version") not in READABLE:
         raise StoreError(
-            f"{file} has schema version {data.get('schema_version')}; this kveval reads {SCHEMA_VERSION}.",
+            f"{file} has schema version {data.get('schema_version')}; this kveval reads "
+            f"{' and '.join(map(str, READABLE))}.",
             remedy="Use the kveval version that wrote it, or run the sweep again under another --name.",
         )

@@ -1,4 +1,4 @@
-"""The task protocol: samples, their context, and the loader of task files.
+r"""The task protocol: samples, their context, and the loader of task files.
 
 A task is one Python file with three names:
 
@@ -6,9 +6,16 @@ A task is one Python file with three names:
     class Params(TaskParams): ...                   what a config may set
     def samples(params, ctx) -> list[Sample]: ...   deterministic in (params, ctx)
 
-and, if its answers are running text from documents that are the same at every context length,
+and, where the defaults do not suit it, some of
 
-    PASSAGE = True                                  one prefill serves all lengths; no exact match
+    PASSAGE = True            answers are running text from documents that are the same at every context length:
+                              one prefill serves all lengths; no exact match
+    EXACT_LENGTH = False      a sample may be shorter than the context length
+    MAX_NEW_TOKENS = 128      most tokens of an answer that the model writes (mode generate)
+    STOP = ("\n",)            strings that end a written answer
+    TEXT_METRIC = "..."       how a written answer is scored: a name of `kveval.text_metrics`
+    def score(params, sample, text) -> dict[str, float]: ...             instead of it; "task_score" from 0 to 1
+    def position_scores(params, sample, text) -> list[float]: ...        0 to 1 by place in the answer
 
 The bundled ones lie in `tasks/`; a path to a `.py` file loads a user's own through the same function.
 """
@@ -16,9 +23,7 @@ The bundled ones lie in `tasks/`; a path to a `.py` file loads a user's own thro
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,20 +34,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kveval.content import content_dir
 from kveval.corpora import CORPUS_FIELD, load_corpus
-from kveval.errors import ConfigError, TaskError, UnknownNameError
+from kveval.errors import ConfigError, LengthError, MeasurementError, TaskError, UnknownNameError
 from kveval.identity import digest
 from kveval.prompting import PromptTemplate
+from kveval.python_file import load_python_file
+from kveval.text_metrics import edit_similarity, text_exact_match, text_f1, text_metric
 
 __all__ = [
     "Sample",
     "Task",
     "TaskContext",
     "TaskParams",
+    "TextScores",
     "known_tasks",
     "load_task",
     "make_sample",
     "seeded_random",
 ]
+
+MAX_NEW_TOKENS = 128
+"""Most tokens of a written answer where a task file says nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +65,18 @@ class Sample:
         index: Position in the task, from 0. A sample is the same whatever the number of samples.
         prompt_ids: Everything the model reads before it answers.
         answer_ids: The tokens that a perfect model produces next.
-        context_length: Exactly len(prompt_ids) + len(answer_ids), in tokens.
+        context_length: Exactly len(prompt_ids) + the answer's room, in tokens (see `TaskContext.answer_room`);
+            at least that for a task without exact lengths.
         depth: Where the asked needle starts, as a fraction of the context (0 start, 1 end); None for
             tasks without one place.
         cluster: Samples with the same haystack or document share it, and lie next to each other.
         metadata: Plain JSON data about how the sample was made.
+        references: Texts that a right answer holds; what the model writes is scored against them.
+        max_new_tokens: Most tokens that the model may write as its answer; None: it isn't asked to.
+        stop: Strings that end the written answer.
+        metric: The sample's own text metric; None: the task's.
+        short_prompt_ids: The prompt without its far context. Where it is given, only key tokens of the answer
+            count: those that the baseline predicts from the full prompt, and not from this one.
     """
 
     id: str
@@ -69,17 +87,62 @@ class Sample:
     depth: float | None
     cluster: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    metric: str | None = None
+    short_prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What samples are made for: `samples` counts questions in total, `context_length` is in tokens."""
+    """What samples are made for.
+
+    Attributes:
+        tokenizer: The model's.
+        prompt: What surrounds a task's text.
+        context_length: In tokens, the answer's room included.
+        samples: Questions in total.
+        seed: Of all randomness.
+        max_new_tokens: Tokens to keep free for an answer that the model writes; None: it is fed the answer.
+        stop: Strings that end a written answer.
+        shorter: The next shorter context length that the task runs at; 0 for none.
+    """
 
     tokenizer: Any
     prompt: PromptTemplate
     context_length: int
     samples: int
     seed: int
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    shorter: int = 0
+
+    def answer_room(self, answer_tokens: int) -> int:
+        """Tokens of the context that an answer takes: its own, or what the model may write.
+
+        Raises:
+            LengthError: the answer itself is longer than what the model may write.
+        """
+        if self.max_new_tokens is None:
+            return answer_tokens
+        if answer_tokens > self.max_new_tokens:
+            raise LengthError(
+                f"an answer of {answer_tokens} tokens doesn't fit into max_new_tokens: {self.max_new_tokens}.",
+                remedy="Raise `max_new_tokens` of the task.",
+            )
+        return self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """How right a written answer is, each number from 0 to 1; see `kveval.records.Record`."""
+
+    task_score: float
+    text_f1: float
+    text_exact_match: float
+    edit_similarity: float
+    position_scores: tuple[float, ...] | None
 
 
 class TaskParams(BaseModel):
@@ -91,6 +154,15 @@ class TaskParams(BaseModel):
         """Names of the fields that name a text source (declared as `CorpusName`)."""
         fields = type(self).model_fields
         return tuple(name for name, info in fields.items() if CORPUS_FIELD in info.metadata)
+
+    def identity(self) -> dict[str, Any]:
+        """The parameters as plain data, a text source as its content's digest. A task that reads other files extends it.
+
+        Raises:
+            TaskError: a text source can't be read.
+        """
+        params = self.model_dump(mode="json")
+        return params | {name: load_corpus(params[name]).identity() for name in self.corpus_fields()}
 
 
 @dataclass(frozen=True)
@@ -118,6 +190,21 @@ class Task:
         """Whether answers are running text from documents that are the same at every context length."""
         return bool(getattr(self.module, "PASSAGE", False))
 
+    @property
+    def exact_length(self) -> bool:
+        """Whether every sample has exactly the context length; else it is in the bucket that the length ends."""
+        return bool(getattr(self.module, "EXACT_LENGTH", True))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens of a written answer, unless the config says otherwise."""
+        return int(getattr(self.module, "MAX_NEW_TOKENS", MAX_NEW_TOKENS))
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end a written answer, unless the config names others."""
+        return tuple(getattr(self.module, "STOP", ()))
+
     def samples(self, ctx: TaskContext) -> list[Sample]:
         """The task's samples, checked against the protocol.
 
@@ -126,12 +213,40 @@ class Task:
             TaskError: the text source is unusable, or the task file breaks the protocol.
         """
         samples: list[Sample] = self.module.samples(self.params, ctx)
-        for problem in _protocol_problems(samples, ctx):
+        for problem in _protocol_problems(samples, ctx, exact=self.exact_length):
             raise TaskError(
                 f"task {self.label!r} at {ctx.context_length} tokens: {problem}.",
                 remedy="This is a mistake in the task file, not in your config.",
             )
         return samples
+
+    def score_text(self, sample: Sample, text: str) -> TextScores:
+        """Score an answer that the model wrote.
+
+        Raises:
+            MeasurementError: the task's own `score` gave no "task_score", or a number beyond 0 to 1.
+        """
+        own = getattr(self.module, "score", None)
+        if own is not None and sample.metric is None:
+            scores = dict(own(self.params, sample, text))
+        else:
+            metric = text_metric(sample.metric or getattr(self.module, "TEXT_METRIC", "string_match_all"))
+            scores = {"task_score": metric(text, sample.references)}
+        by_position = getattr(self.module, "position_scores", None)
+        positions = None if by_position is None else tuple(by_position(self.params, sample, text))
+        for number in (scores.get("task_score"), *(positions or ())):
+            if number is None or not 0 <= number <= 1:
+                raise MeasurementError(
+                    f"task {self.label!r} scored sample {sample.id} with {number!r}.",
+                    remedy='`score` gives a "task_score" from 0 to 1, `position_scores` numbers from 0 to 1.',
+                )
+        return TextScores(
+            task_score=float(scores["task_score"]),
+            text_f1=text_f1(text, sample.references),
+            text_exact_match=text_exact_match(text, sample.references),
+            edit_similarity=edit_similarity(text, sample.references),
+            position_scores=positions,
+        )
 
     def identity(self) -> dict[str, Any]:
         """What decides the samples besides seed, tokenizer and length: equal identity, equal samples.
@@ -141,10 +256,7 @@ class Task:
         Raises:
             TaskError: a text source can't be read.
         """
-        params = self.params.model_dump(mode="json")
-        for name in self.params.corpus_fields():
-            params[name] = load_corpus(params[name]).identity()
-        identity: dict[str, Any] = {"name": self.name, "version": self.version, "params": params}
+        identity: dict[str, Any] = {"name": self.name, "version": self.version, "params": self.params.identity()}
         if self.source_digest is not None:
             identity["source"] = self.source_digest
         return identity
@@ -169,13 +281,12 @@ def load_task(name: str, params: Mapping[str, Any] | None = None, *, label: str 
         UnknownNameError: no such task or parameter, with suggestions.
         ConfigError: a parameter's value is wrong, or the task file is missing or incomplete.
     """
-    prefix = f"{where}: " if where else ""
     own = name.endswith(".py")
     if own:
         path = Path(name).expanduser().resolve()
         if not path.is_file():
             raise ConfigError(
-                f"{prefix}there is no task file {name!r}.",
+                f"{where + ': ' if where else ''}there is no task file {name!r}.",
                 remedy="Give a path relative to the current folder, or a bundled task's name.",
             )
     elif name in known_tasks():
@@ -183,7 +294,7 @@ def load_task(name: str, params: Mapping[str, Any] | None = None, *, label: str 
     else:
         raise UnknownNameError("task", name, known_tasks(), where=where)
     source = path.read_bytes()
-    module = _load_module(path, prefix)
+    module = _load_module(path, where)
     shown = label or path.stem
     return Task(
         name=path.stem,
@@ -209,6 +320,9 @@ def make_sample(
     cluster: str,
     depth: float | None = None,
     metadata: Mapping[str, Any] | None = None,
+    references: Sequence[str] = (),
+    metric: str | None = None,
+    short_prompt_ids: Sequence[int] = (),
 ) -> Sample:
     """A sample whose id is its index and a digest of its tokens: unique, and the same on every run."""
     prompt, answer = tuple(prompt_ids), tuple(answer_ids)
@@ -221,34 +335,20 @@ def make_sample(
         depth=depth,
         cluster=cluster,
         metadata=dict(metadata or {}),
+        references=tuple(references),
+        max_new_tokens=ctx.max_new_tokens,
+        stop=ctx.stop if ctx.max_new_tokens is not None else (),
+        metric=metric,
+        short_prompt_ids=tuple(short_prompt_ids),
     )
 
 
-def _load_module(path: Path, prefix: str) -> ModuleType:
-    """Runs a task file as a module of its own. It stays in `sys.modules`: pydantic looks it up there."""
-    name = f"_kveval_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{prefix}{path.name} can't be loaded as Python.", remedy="Check the file's name.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, NameError, AttributeError, TypeError, ValueError) as error:
-        del sys.modules[name]
-        raise ConfigError(
-            f"{prefix}{path.name} fails when it is loaded: {type(error).__name__}: {error}.",
-            remedy="Mend the task file.",
-        ) from error
-    except SyntaxError as error:
-        del sys.modules[name]
-        raise ConfigError(
-            f"{prefix}{path.name} line {error.lineno}: {error.msg}.", remedy="Mend the task file."
-        ) from error
+def _load_module(path: Path, where: str) -> ModuleType:
+    module = load_python_file(path, where)
     missing = [name for name in ("VERSION", "Params", "samples") if not hasattr(module, name)]
     if missing:
         raise ConfigError(
-            f"{prefix}{path.name} defines no {', '.join(missing)}.",
+            f"{where + ': ' if where else ''}{path.name} defines no {', '.join(missing)}.",
             remedy="A task file needs VERSION, class Params(TaskParams) and samples(params, ctx).",
         )
     return module
@@ -270,7 +370,7 @@ def _validate(model: type[TaskParams], params: dict[str, Any], task: str, where:
         ) from error
 
 
-def _protocol_problems(samples: Sequence[Sample], ctx: TaskContext) -> Iterator[str]:
+def _protocol_problems(samples: Sequence[Sample], ctx: TaskContext, *, exact: bool) -> Iterator[str]:
     if len(samples) != ctx.samples:
         yield f"{len(samples)} samples instead of {ctx.samples}"
     if len({sample.id for sample in samples}) != len(samples):
@@ -281,9 +381,13 @@ def _protocol_problems(samples: Sequence[Sample], ctx: TaskContext) -> Iterator[
             yield f"sample {position} carries the index {sample.index}"
         if not sample.prompt_ids or not sample.answer_ids:
             yield f"sample {position} has an empty prompt or answer"
-        tokens = len(sample.prompt_ids) + len(sample.answer_ids)
-        if tokens != ctx.context_length or sample.context_length != tokens:
+        tokens = len(sample.prompt_ids) + ctx.answer_room(len(sample.answer_ids))
+        if tokens > ctx.context_length or (exact and tokens != ctx.context_length):
             yield f"sample {position} has {tokens} tokens"
+        if sample.context_length != ctx.context_length:
+            yield f"sample {position} says that it has {sample.context_length} tokens"
+        if ctx.max_new_tokens is not None and not sample.references:
+            yield f"sample {position} has no references to score what the model writes against"
         if position and samples[position - 1].cluster != sample.cluster:
             finished[samples[position - 1].cluster] = None
         if sample.cluster in finished:

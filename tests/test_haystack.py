@@ -12,20 +12,18 @@ from tiny_tokenizer import tiny_tokenizer
 
 from kveval.errors import LengthError
 from kveval.haystack import (
-    ADJECTIVES,
     DEPTH_BUCKETS,
-    NOUNS,
     Haystack,
     Needle,
     Question,
     build_samples,
     depth_of,
-    magic_haystack,
     numbers,
-    word_pairs,
 )
+from kveval.magic import MagicParams, magic_haystack
 from kveval.prompting import PromptTemplate, shared_prefix
 from kveval.tasks import TaskContext
+from kveval.words import ADJECTIVES, NOUNS, word_pairs
 
 PROMPT = PromptTemplate.from_tokenizer(tiny_tokenizer())
 NOISE_UNIT = 45  # tokens of the longest noise sentence, generously
@@ -181,7 +179,7 @@ def test_raw_prompt_has_bos_once():
 
 
 def test_magic_haystack_asks_for_its_own_needles():
-    described = magic_haystack(random.Random(0), [0.1, 0.2, 0.3], asked=2, digits=5)
+    described = magic_haystack(random.Random(0), [0.1, 0.2, 0.3], asked=2, params=MagicParams(digits=5))
     assert len(described.needles) == 3
     for needle, question in zip(described.needles, described.questions, strict=False):
         key = re.search(r"numbers for (\S+) is: (\d{5})\.$", needle.text)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from pydantic import ValidationError
 
 from kveval.config import SweepConfig
-from kveval.errors import LengthError, MeasurementError, StoreError
+from kveval.errors import ConfigError, LengthError, MeasurementError, StoreError
 from kveval.models import load_tokenizer
 from kveval.records import TIMING_FIELDS
 from kveval.run import _clusters, make_samples, plan_sweep, run_sweep
@@ -94,7 +95,7 @@ def test_each_schemes_answers_are_compared_with_the_baselines_own(finished):
 
 def test_only_passages_are_prefilled_across_lengths(tiny_model):
     plan, tasks = plan_sweep(config(tiny_model))
-    clusters = list(_clusters(plan, make_samples(plan, tasks, load_tokenizer(plan.config.model))))
+    clusters = list(_clusters(plan, tasks, make_samples(plan, tasks, load_tokenizer(plan.config.model))))
     lengths = [(c.cells[0]["bf16"].task, {s.context_length for s in c.samples}) for c in clusters]
     assert lengths.count(("niah_multikey", {768})) == 2
     assert lengths.count(("niah_multikey", {1024})) == 2
@@ -238,3 +239,114 @@ def test_fresh_chunk_reads_are_another_measurement(tiny_model, tmp_path, finishe
     stored = read_records(finished).query("scheme == 'nvfp4' and task == 'perplexity' and context_length == 768")
     assert set(fresh["cell_id"]).isdisjoint(stored["cell_id"])
     assert fresh["kl"].mean() < stored["kl"].mean()
+
+
+OWN_SCORE = """
+import random
+from kveval.haystack import Haystack, Needle, Question, build_samples, depth_of, numbers
+from kveval.tasks import TaskParams
+
+VERSION = 1
+MAX_NEW_TOKENS = 5
+STOP = ("stop",)
+
+class Params(TaskParams):
+    pass
+
+def samples(params, ctx):
+    def describe(number, rng):
+        (value,) = numbers(rng, 1, 4)
+        return Haystack("Read.", (Needle(f"It is {value}.", depth_of(ctx, "own", number)),),
+                        (Question("What is it?", "It is", value, needles=(0,)),))
+    return build_samples(ctx, "own", filler="noise", queries=1, describe=describe)
+
+def score(params, sample, text):
+    return {"task_score": min(1.0, len(text) / 100)}
+
+def position_scores(params, sample, text):
+    return [1.0, 0.0]
+"""
+
+
+def test_answers_are_written_where_the_config_asks(tiny_model, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(OWN_SCORE)
+    tasks = [
+        {"name": "niah_multikey", "keys": 4, "queries": 2, "max_new_tokens": 12, "stop": ["zzz"]},
+        {"name": str(own), "label": "own"},
+        {"name": "niah_single", "mode": "teacher_forced"},
+    ]
+    run_sweep(
+        config(tiny_model, tasks=tasks, mode="generate", samples=2, context_lengths=[512], schemes=["nvfp4"]),
+        tmp_path / "run",
+    )
+    records = read_records(tmp_path / "run")
+    assert set(records["status"]) == {"ok"}
+    by_task = dict(list(records.groupby("task")))
+    fed, kept = by_task["niah_single"], by_task["niah_multikey"]
+    assert fed[["task_score", "generated_text", "finish_reason"]].isna().all().all()
+    assert (kept["n_prompt_tokens"] == 512 - 12).all()
+    assert (kept["n_generated_tokens"] <= 12).all()
+    assert set(kept["finish_reason"]) <= {"stop", "length"}
+    assert kept[["task_score", "text_f1", "text_exact_match", "edit_similarity", "exact_match"]].notna().all().all()
+    assert kept["position_scores"].isna().all()
+    mine = by_task["own"]
+    assert (mine["n_prompt_tokens"] == 512 - 5).all()
+    assert mine["task_score"].tolist() == [min(1.0, len(text) / 100) for text in mine["generated_text"]]
+    assert [list(scores) for scores in mine["position_scores"]] == [[1.0, 0.0]] * len(mine)
+
+
+def test_passages_can_not_be_written(tiny_model):
+    with pytest.raises(ConfigError, match="'perplexity' scores running text"):
+        plan_sweep(config(tiny_model, mode="generate"))
+
+
+def test_a_gate_on_written_text_needs_a_task_that_writes(tiny_model):
+    gate = {"scheme": "nvfp4", "endpoints": [
+        {"metric": "task_score", "task": "niah_multikey", "context_length": 768, "margin": 0.1}
+    ]}  # fmt: skip
+    with pytest.raises(ConfigError, match="niah_multikey is fed its answers"):
+        plan_sweep(config(tiny_model, gate=gate))
+    with pytest.raises(ValidationError, match="add `mode: generate`"):
+        config(tiny_model, tasks=[{"name": "niah_single", "stop": ["x"]}])
+
+
+def test_what_is_written_names_its_cells_and_the_rest_keep_their_names(tiny_model):
+    plain, written = (
+        plan_sweep(config(tiny_model, tasks=TASKS[:1], mode=mode))[0] for mode in ("teacher_forced", "generate")
+    )
+    assert {cell.id for cell in plain.cells}.isdisjoint({cell.id for cell in written.cells})
+    assert plain.to_dict()["plan_digest"] != written.to_dict()["plan_digest"]
+
+
+KEYED = """
+from kveval.tasks import TaskParams, make_sample
+
+VERSION = 1
+
+class Params(TaskParams):
+    pass
+
+def samples(params, ctx):
+    ids = list(ctx.prompt.encode("one two three four " * ctx.context_length))[: ctx.context_length]
+    return [
+        make_sample(ctx, i, [*ids[i:-40], *range(i)], ids[-40:], cluster=str(i), short_prompt_ids=ids[-41:-40])
+        for i in range(ctx.samples)
+    ]
+"""
+
+
+def test_key_tokens_are_counted_and_shared_by_all_arms(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("kveval.scoring.KEY_GAIN", -0.05)
+    monkeypatch.setattr("kveval.scoring.KEY_LOSS", 50.0)
+    (tmp_path / "keyed.py").write_text(KEYED)
+    run_sweep(
+        config(tiny_model, tasks=[str(tmp_path / "keyed.py")], samples=2, context_lengths=[256], schemes=["nvfp4"]),
+        tmp_path / "run",
+    )
+    records = read_records(tmp_path / "run")
+    assert (records["status"] == "ok").all()
+    assert (records.groupby("sample_id")["key_tokens"].nunique() == 1).all()
+    assert 0 < records["key_tokens"].max() < 40
+    assert (records["token_nll"].map(len) == records["key_tokens"]).all()
+    assert records["exact_match"].isna().all()

@@ -114,5 +114,5 @@ def test_large_logits_stay_finite() -> None:
 
 
 def test_a_score_is_plain_data() -> None:
-    score = AnswerScore((1.0, 2.0, 4.5), False, True, None, None)
+    score = AnswerScore((1.0, 2.0, 4.5), False, True, 1, None, None)
     assert (score.answer_nll_sum, score.answer_nll) == (7.5, 2.5)

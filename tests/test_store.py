@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from kveval import journal as journal_module
 from kveval.errors import MeasurementError, StoreError
+from kveval.files import sha256
 from kveval.journal import read_journal
-from kveval.records import SCHEMA_VERSION, Record
+from kveval.records import ADDED, SCHEMA_VERSION, Record
 from kveval.store import RunStore, arrow_schema, list_runs, read_env, read_plan, read_records
 
 PLAN = {
@@ -361,6 +362,31 @@ def test_a_line_without_a_column_is_damaged(tmp_path: Path, column: str) -> None
         read_journal(tmp_path / "journal.jsonl")
 
 
+def test_a_line_of_the_schema_before_lacks_what_was_added_since(tmp_path: Path) -> None:
+    data = {name: value for name, value in record(0).to_dict().items() if name not in ADDED} | {"schema_version": 2}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(data) + "\n")
+    (found,) = read_journal(tmp_path / "journal.jsonl").values()
+    assert found == replace(record(0), schema_version=2)
+
+
+def test_runs_of_the_schema_before_are_read(tmp_path: Path) -> None:
+    """As they were published: Parquet without the columns that were added since."""
+    run = finished(tmp_path / "a", record(0), record(1))
+    part, manifest = run / "records" / "part-00000.parquet", run / "manifest.json"
+    pq.write_table(pq.read_table(part).drop_columns(list(ADDED)), part)
+    lines = json.loads(manifest.read_text())
+    lines["parts"][0]["sha256"] = sha256(part.read_bytes())
+    manifest.write_text(json.dumps({**lines, "schema_version": 2}))
+    frame = read_records(run)
+    assert list(frame.columns) == list(Record.columns())
+    assert frame[list(ADDED)].isna().all().all()
+    pq.write_table(pq.read_table(part).drop_columns(["answer_nll"]), part)
+    lines["parts"][0]["sha256"] = sha256(part.read_bytes())
+    manifest.write_text(json.dumps({**lines, "schema_version": 2}))
+    with pytest.raises(StoreError, match="doesn't hold the rows and columns"):
+        read_records(run)
+
+
 def test_damaged_parquet_is_refused_and_rebuilt_from_the_journal(tmp_path: Path) -> None:
     run = finished(tmp_path / "a", record(0), record(1))
     part = run / "records" / "part-00000.parquet"
@@ -517,6 +543,7 @@ def any_record(draw: st.DrawFn) -> Record:
         values[field.name] = draw(strategy | st.none() if field.nullable else strategy)
     values["role"] = draw(st.sampled_from(["baseline", "scheme", "aa", "crush"]))
     values["status"] = draw(st.sampled_from(["ok", "error"]))
+    values["finish_reason"] = draw(st.sampled_from(["stop", "length", "thinking", None]))
     return Record(**values)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kveval.haystack import ADJECTIVES, NOUNS
+from kveval.words import ADJECTIVES, NOUNS
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|user|>\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kveval.generation import Generated
 from kveval.plan import Arm
 from kveval.scoring import AnswerScore
 from kveval.storage import StoredBytes
 from kveval.tasks import Sample
 
-__all__ = ["Backend", "Effective", "Output"]
+__all__ = ["Backend", "Effective", "Output", "Reference"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,23 @@ class Effective:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What the baseline leaves of a sample for the other arms.
+
+    `log_probs` are those of its answer's positions, float32 [N, V]; `key_tokens` the positions (int64) that count, or
+    None where all do.
+    """
+
+    log_probs: Any
+    key_tokens: Any | None = None
+
+
+@dataclass(frozen=True)
 class Output:
-    """One sample scored on one arm. `baseline` is the arm's own log-probabilities, for later arms to compare with.
+    """One sample scored on one arm. `reference` is for later arms to compare with.
 
     `prefill_s` is this sample's share of a prefill that its cluster shares; `decode_s_per_token` is None where
-    decoding was not timed.
+    decoding was not timed. `generated` is what the model wrote, None where it was not asked to.
     """
 
     sample_id: str
@@ -44,21 +57,22 @@ class Output:
     prefill_s: float
     score_s: float
     decode_s_per_token: float | None
-    log_probs: Any
+    reference: Reference
+    generated: Generated | None = None
 
 
 class Backend(Protocol):
     """Runs samples. One instance holds one model."""
 
     def score(
-        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], *, decode_tokens: int = 0
+        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Reference], *, decode_tokens: int = 0
     ) -> Iterator[Output]:
         """Score every sample of a cluster on one arm; outputs come as they are scored, not in the cluster's order.
 
         Args:
             cluster: Samples that share a haystack or document.
             arm: How to run them.
-            baseline: `Output.log_probs` of the baseline by sample id; empty for the baseline itself.
+            baseline: `Output.reference` of the baseline by sample id; empty for the baseline itself.
             decode_tokens: Time this many one-token forwards with the last scored sample; 0 for none.
         """
         ...

@@ -8,24 +8,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kveval.attention import ATTENTION_PATH, cache_argument, path_text, recorded_paths, use_packed_attention
-from kveval.backends.base import Effective, Output
+from kveval.backends.base import Effective, Output, Reference
 from kveval.cache import QuantizedCache
 from kveval.errors import MeasurementError, UnsupportedError
+from kveval.generation import Generated, end_tokens, write_answer
 from kveval.models import LoadedModel
 from kveval.packed_layer import Reads
 from kveval.plan import Arm
 from kveval.prefixes import plan_prefill
-from kveval.scoring import log_probabilities, score_answer
+from kveval.scoring import key_tokens, log_probabilities, score_answer
 from kveval.tasks import Sample
 
-__all__ = ["HFBackend"]
+__all__ = ["HFBackend", "check_reads"]
 
 SCORING_TAIL = 256
 """Most prompt tokens that the scoring forward feeds before the answer; a longer rest of a prompt is prefilled."""
@@ -47,14 +48,14 @@ class HFBackend:
 
     @torch.inference_mode()
     def score(
-        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], *, decode_tokens: int = 0
+        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Reference], *, decode_tokens: int = 0
     ) -> Iterator[Output]:
         """See `Backend.score`. The cache is built once, every sample is a branch of it, which is forgotten again."""
         with sdpa_kernel(SDPBackend.MATH) if arm.sdpa == "math" else nullcontext():
             yield from self._score(cluster, arm, baseline, decode_tokens)
 
     def _score(
-        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Any], decode_tokens: int
+        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Reference], decode_tokens: int
     ) -> Iterator[Output]:
         plan = plan_prefill([s.prompt_ids for s in cluster])
         cache = self.new_cache(arm, reserve=max(_longest(sample, decode_tokens) for sample in cluster))
@@ -64,6 +65,8 @@ class HFBackend:
             sample, stop = cluster[i], plan.branches[i]
             stem_s += self._prefill(plan.stem[cache.get_seq_length() : stop], cache, arm.prefill_chunk)
             output = self._branch(sample, cache, arm, baseline.get(sample.id), stem_s / len(cluster))
+            if sample.max_new_tokens is not None:
+                output = replace(output, generated=self._write(sample, cache, arm))
             if decode_tokens and i == in_order[-1]:
                 output = replace(output, decode_s_per_token=self._time_decode(sample, cache, decode_tokens))
             yield output
@@ -109,7 +112,7 @@ class HFBackend:
         return self._now() - start
 
     def _branch(
-        self, sample: Sample, cache: QuantizedCache, arm: Arm, baseline: Tensor | None, prefill_s: float
+        self, sample: Sample, cache: QuantizedCache, arm: Arm, baseline: Reference | None, prefill_s: float
     ) -> Output:
         """Feed the rest of the prompt and the answer, score, and put the cache back to where it was."""
         rest = sample.prompt_ids[cache.get_seq_length() :]
@@ -122,23 +125,49 @@ class HFBackend:
             with recorded_paths() as paths:
                 logits = self.forward(fed, cache, keep=len(sample.answer_ids))
             log_probs = log_probabilities(logits)
-            score = score_answer(log_probs, torch.tensor(sample.answer_ids, device=log_probs.device), baseline)
             score_s = self._now() - start
             path = path_text(paths)
             if arm.sdpa == "math":
                 path = path.replace(ATTENTION_PATH, f"{ATTENTION_PATH} (math)")
             effective = self._effective(cache, path, read_before, fed=len(fed))
-        return Output(sample.id, score, effective, prefill_s, score_s, None, log_probs)
+        answer = torch.tensor(sample.answer_ids, device=log_probs.device)
+        if baseline is not None:
+            key = baseline.key_tokens
+        else:
+            key = self._key_tokens(sample, arm, log_probs, answer) if sample.short_prompt_ids else None
+        score = score_answer(log_probs, answer, baseline.log_probs if baseline else None, only=key)
+        return Output(sample.id, score, effective, prefill_s, score_s, None, Reference(log_probs, key))
+
+    def _key_tokens(self, sample: Sample, arm: Arm, log_probs: Tensor, answer: Tensor) -> Tensor:
+        """Positions of the answer that are predicted from the full prompt, and not from the short one."""
+        *before, last = sample.short_prompt_ids
+        cache = self.new_cache(arm, reserve=len(before) + len(answer))
+        self._prefill(before, cache, arm.prefill_chunk)
+        logits = self.forward([last, *sample.answer_ids[:-1]], cache, keep=len(answer))
+        return key_tokens(log_probabilities(logits), log_probs, answer)
+
+    def _write(self, sample: Sample, cache: QuantizedCache, arm: Arm) -> Generated:
+        """Greedy decoding behind the sample's prompt; the cache is put back to where it was."""
+        assert sample.max_new_tokens is not None, "only samples with a budget are written"
+        *rest, last = sample.prompt_ids[cache.get_seq_length() :]
+        with cache.branch():
+            self._prefill(rest, cache, arm.prefill_chunk)
+
+            def step(token: int) -> Tensor:
+                read_before = cache.tokens_read()
+                logits = self.forward([token], cache, keep=1)[0]
+                check_reads(cache, read_before, fed=1)
+                return logits
+
+            return write_answer(
+                step(last), step, self.loaded.tokenizer, prompt_ids=sample.prompt_ids,
+                max_new_tokens=sample.max_new_tokens, stop=sample.stop,
+                end_ids=end_tokens(self._model, self.loaded.tokenizer),
+            )  # fmt: skip
 
     def _effective(self, cache: QuantizedCache, path: str, read_before: list[int], *, fed: int) -> Effective:
         """What the scoring forward over the last `fed` tokens did; refused unless it read every layer's bytes."""
-        reads = [after - before for after, before in zip(cache.tokens_read(), read_before, strict=True)]
-        owed = cache.tokens_owed(fed)
-        if not any(owed) or any(read < due for read, due in zip(reads, owed, strict=True)):
-            raise MeasurementError(
-                f"the scoring forward read {sum(reads)} of the {sum(owed)} packed keys and values that it attends to; "
-                "its result would be void."
-            )
+        packed_reads = check_reads(cache, read_before, fed=fed)
         stored, billed = cache.stored_bytes(), cache.billed_bytes()
         if stored.stored != billed:
             raise MeasurementError(f"the live cache holds {stored.stored} bytes, but {billed} are billed.")
@@ -146,7 +175,7 @@ class HFBackend:
             attention_path=path,
             compute_dtype=str(self._model.dtype).removeprefix("torch."),
             cache_tokens=cache.get_seq_length(),
-            packed_reads=sum(reads),
+            packed_reads=packed_reads,
             stored=stored,
             billed=billed,
         )
@@ -168,6 +197,22 @@ class HFBackend:
         return time.perf_counter()
 
 
+def check_reads(cache: QuantizedCache, read_before: list[int], *, fed: int) -> int:
+    """Packed keys and values that the forward over the last `fed` tokens read, of all layers.
+
+    Raises:
+        MeasurementError: a layer read fewer than it holds for attention.
+    """
+    reads = [after - before for after, before in zip(cache.tokens_read(), read_before, strict=True)]
+    owed = cache.tokens_owed(fed)
+    if not any(owed) or any(read < due for read, due in zip(reads, owed, strict=True)):
+        raise MeasurementError(
+            f"the scoring forward read {sum(reads)} of the {sum(owed)} packed keys and values that it attends to; "
+            "its result would be void."
+        )
+    return sum(reads)
+
+
 def _longest(sample: Sample, decode_tokens: int) -> int:
-    """Most tokens that a cache holds while a sample is scored and decoding is timed on it."""
-    return len(sample.prompt_ids) + max(len(sample.answer_ids), decode_tokens + 1)
+    """Most tokens that a cache holds while a sample is scored, written and decoding is timed on it."""
+    return len(sample.prompt_ids) + max(len(sample.answer_ids), sample.max_new_tokens or 0, decode_tokens + 1)

@@ -136,7 +136,7 @@ class TestScores:
         assert [o.sample_id for o in backwards] == [s.id for s in cluster[::-1]]
         for other in backwards:
             assert other.score == plain[other.sample_id].score
-            assert torch.equal(other.log_probs, plain[other.sample_id].log_probs)
+            assert torch.equal(other.reference.log_probs, plain[other.sample_id].reference.log_probs)
 
     @pytest.mark.parametrize("name", INVARIANT)
     def test_sharing_a_prefill_changes_nothing(self, backend: HFBackend, name: str) -> None:
@@ -146,7 +146,7 @@ class TestScores:
             assert got.score.token_nll == pytest.approx(alone.score.token_nll, abs=1e-3)
 
     def test_kl_and_flips_against_the_baseline(self, backend: HFBackend) -> None:
-        base = {o.sample_id: o.log_probs for o in score(backend, haystack(), arm())}
+        base = {o.sample_id: o.reference for o in score(backend, haystack(), arm())}
         figures = {}
         for label, run in {
             "itself": arm(),
@@ -165,7 +165,7 @@ class TestScores:
     def test_bfloat16_models_score_in_float32(self) -> None:
         backend = HFBackend(loaded(tiny_llama(torch.bfloat16)))
         for output in score(backend, haystack(), arm("nvfp4")):
-            assert output.log_probs.dtype == torch.float32
+            assert output.reference.log_probs.dtype == torch.float32
             assert output.effective.compute_dtype == "bfloat16"
 
     def test_a_model_from_disk(self, tiny_model: Path) -> None:
@@ -419,5 +419,89 @@ def test_the_aa_control_rounds_differently_and_says_so(backend: HFBackend) -> No
     fused = score(backend, haystack(), arm())
     plain = score(backend, haystack(), replace(arm(), sdpa="math"))
     assert {o.effective.attention_path for o in plain} == {"dequantize + torch sdpa (math)"}
-    gaps = [(a.log_probs - b.log_probs).abs().max().item() for a, b in zip(fused, plain, strict=True)]
+    gaps = [
+        (a.reference.log_probs - b.reference.log_probs).abs().max().item() for a, b in zip(fused, plain, strict=True)
+    ]
     assert 0 < max(gaps) < 1e-4
+
+
+class TestWriting:
+    def ask(self, prompt: Sequence[int], answer: Sequence[int], budget: int) -> Sample:
+        return replace(sample(prompt, answer), max_new_tokens=budget, references=("x",))
+
+    def with_tokenizer(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = SimpleNamespace(
+            decode=lambda ids, **_: " ".join(map(str, ids)), eos_token_id=None, all_special_tokens=[]
+        )
+        monkeypatch.setattr(backend, "loaded", replace(backend.loaded, tokenizer=tokenizer))
+
+    @pytest.mark.parametrize("name", INVARIANT)
+    def test_what_is_written_is_greedy_and_leaves_no_trace(
+        self, backend: HFBackend, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Feeding what was written as the answer must match it to the token."""
+        self.with_tokenizer(backend, monkeypatch)
+        asked = self.ask([*HAY, 5, 6], [7], 6)
+        (plain,) = score(backend, [sample([*HAY, 5, 6], [7])], arm(name))
+        (got,) = score(backend, [asked], arm(name))
+        assert got.score == plain.score
+        assert plain.generated is None
+        assert got.generated is not None
+        assert (len(got.generated.token_ids), got.generated.finish_reason) == (6, "length")
+        (fed,) = score(backend, [sample([*HAY, 5, 6], got.generated.token_ids)], arm(name))
+        assert fed.score.exact_match
+        assert fed.score.accepted_tokens == 6
+        (again,) = score(backend, [asked], arm(name))
+        assert again.generated == got.generated
+
+    def test_the_end_token_of_the_model_ends_it(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.with_tokenizer(backend, monkeypatch)
+        asked = self.ask([*HAY, 5, 6], [7], 6)
+        (whole,) = score(backend, [asked], arm())
+        third = whole.generated.token_ids[2]  # type: ignore[union-attr]
+        monkeypatch.setattr(backend.loaded.model.generation_config, "eos_token_id", [third])
+        (got,) = score(backend, [asked], arm())
+        assert got.generated.finish_reason == "stop"  # type: ignore[union-attr]
+        assert third not in got.generated.token_ids  # type: ignore[union-attr]
+
+    def test_a_cache_that_is_not_read_is_refused(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.with_tokenizer(backend, monkeypatch)
+        monkeypatch.setattr(QuantizedCache, "tokens_read", lambda self: [0] * len(self.packed_layers))
+        with pytest.raises(MeasurementError, match="would be void"):
+            backend._write(self.ask([*HAY, 5], [7], 3), backend.new_cache(arm()), arm())
+
+
+class TestKeyTokens:
+    def test_only_tokens_that_need_the_far_context_count(self, backend: HFBackend) -> None:
+        """Against the definition, on plain log-probabilities."""
+        prompt, answer = [*HAY, 5, 6], tokens(40, seed=9)[0].tolist()
+        asked = replace(sample(prompt, answer), short_prompt_ids=(6,))
+        (got,) = score(backend, [asked], arm())
+        (full,) = score(backend, [sample(prompt, answer)], arm())
+        (short,) = score(backend, [sample([6], answer)], arm())
+        key = [
+            i
+            for i, (a, b) in enumerate(zip(short.score.token_nll, full.score.token_nll, strict=True))
+            if a - b > 2.0 and b < 2.0
+        ]
+        assert key == got.reference.key_tokens.tolist()  # type: ignore[union-attr]
+        assert got.score.token_nll == pytest.approx([full.score.token_nll[i] for i in key])
+
+    def test_they_are_frozen_by_the_baseline(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kveval.scoring.KEY_GAIN", -1.0)
+        monkeypatch.setattr("kveval.scoring.KEY_LOSS", 4.5)
+        prompt, answer = [*HAY, 5, 6], tokens(40, seed=9)[0].tolist()
+        asked = replace(sample(prompt, answer), short_prompt_ids=(6,))
+        (base,) = score(backend, [asked], arm())
+        key = base.reference.key_tokens
+        assert key is not None
+        assert 0 < len(key) < 40
+        (crushed,) = score(backend, [asked], arm("crush"), baseline={"s": base.reference})
+        assert crushed.reference.key_tokens is key
+        assert len(crushed.score.token_nll) == len(key)
+        assert crushed.score.kl > 0  # type: ignore[operator]
+
+    def test_an_answer_without_key_tokens_has_no_score(self, backend: HFBackend) -> None:
+        asked = replace(sample([*HAY, 5, 6], [8, 9]), short_prompt_ids=(*HAY, 5, 6))
+        (got,) = score(backend, [asked], arm())
+        assert (got.score.token_nll, got.score.answer_nll, got.score.kl) == ((), None, None)
