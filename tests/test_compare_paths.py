@@ -27,6 +27,7 @@ def test_differences_are_of_samples_and_beside_those_of_aa() -> None:
     rows = {(r["task"], r["context_length"], r["scheme"]): r for r in compare_paths.compare(packed, dequant)}
     moved = rows["niah_multikey", 4096, "k8v4"]
     assert moved["mean_abs_nll"] == pytest.approx(0.25)
+    assert (moved["mean_nll"], moved["low"] < 0 < moved["high"]) == (pytest.approx(0, abs=1e-12), True)
     assert moved["exact_match_differs"] == moved["samples"] == 12
     assert 0 < moved["aa_mean_abs_nll"] < 0.01
     assert rows["niah_multikey", 4096, "bf16"]["mean_abs_nll"] == 0
