@@ -99,7 +99,7 @@ def answer_plainly(backend: HFBackend, cluster: list[Sample]) -> int:
 def score_with_kveval(backend: HFBackend, cluster: list[Sample]) -> int:
     """All questions of the haystack through packed storage; how many answers come out exactly."""
     arm = Arm(SCHEME, "scheme", get_scheme(SCHEME), prefill_chunk=2048, reads="stored")
-    return sum(output.score.exact_match for output in backend.score(cluster, arm, {}))
+    return sum(output.score.exact_match for output in backend.score([cluster], arm, {}))
 
 
 def write_record(options: argparse.Namespace, samples: int, seconds: dict[str, float], exact: dict[str, int]) -> None:

@@ -153,6 +153,9 @@ Scheme = Annotated[KVScheme, BeforeValidator(_scheme, json_schema_input_type=str
 class SweepConfig(_Model):
     """One sweep: model x schemes x tasks x context lengths, against a BF16-cache baseline on the same inputs.
 
+    `batch_size` haystacks of one length run together, which a GPU takes faster. Running text, written answers and
+    tasks without exact lengths run one by one. Another batch size rounds differently.
+
     A scheme is a preset's name, or a mapping of the keys of `KVScheme` and `TensorFormat` below. In it, `extends` names
     a preset whose keys are the defaults; `key`, `value` and `both` (one format for both) may be presets' names too,
     whose side is taken; `scales` may be a path relative to the YAML file, as `kveval calibrate` writes it.
@@ -174,6 +177,7 @@ class SweepConfig(_Model):
     reads: Literal["stored", "fresh_chunk"] = "stored"
     attention: Literal["auto", "packed", "dequant"] = "auto"
     prefill_chunk: int = Field(default=2048, ge=1)
+    batch_size: int = Field(default=1, ge=1)
     decode_tokens: int = Field(default=4, ge=0)
     controls: ControlsConfig = ControlsConfig()
     capacity: CapacityConfig = CapacityConfig()

@@ -119,7 +119,7 @@ class Plan:
         return {**head, **body, "config": config}
 
 
-UNSAID = (("attention", "auto"), ("mode", "teacher_forced"))
+UNSAID = (("attention", "auto"), ("mode", "teacher_forced"), ("batch_size", 1))
 UNSAID_OF_TASKS = (("mode", None), ("max_new_tokens", None), ("stop", None))
 """Keys of a config, with their defaults, that came after plans were published; they leave a plan's digest as it was."""
 
@@ -307,6 +307,8 @@ def _cell_identity(
     """Everything that affects the cell's results, and nothing else."""
     # What was measured before there was a choice keeps its name.
     chosen: dict[str, Any] = {} if config.attention == "auto" else {"attention": config.attention}
+    if config.batch_size > 1:
+        chosen["batch_size"] = config.batch_size
     if task.max_new_tokens is not None:
         chosen["written"] = {"max_new_tokens": task.max_new_tokens, "stop": list(task.stop)}
     if task.buckets:

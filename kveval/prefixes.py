@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kveval.prompting import shared_prefix
 
-__all__ = ["SharedPrefill", "plan_prefill"]
+__all__ = ["BatchPrefill", "SharedPrefill", "plan_batch", "plan_prefill"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,35 @@ class SharedPrefill:
     def stops(self) -> tuple[int, ...]:
         """Lengths at which the prefill of the stem pauses, ascending."""
         return tuple(sorted(set(self.branches)))
+
+
+@dataclass(frozen=True)
+class BatchPrefill:
+    """How the clusters of a batch are prefilled together.
+
+    Attributes:
+        stems: For each cluster, the tokens that are prefilled once; all of one length.
+        branches: For each question, how many tokens of the stem its prompt starts with, in every cluster.
+    """
+
+    stems: tuple[tuple[int, ...], ...]
+    branches: tuple[int, ...]
+
+
+def plan_batch(clusters: Sequence[Sequence[Sequence[int]]]) -> BatchPrefill:
+    """Where the prompts of clusters that run together leave their stems.
+
+    A cluster alone is prefilled as `plan_prefill` says. Several are prefilled as far as all prompts of each agree, to
+    the shortest of these lengths.
+
+    Args:
+        clusters: Prompts by cluster and question, as many questions in each.
+    """
+    plans = [plan_prefill(prompts) for prompts in clusters]
+    if len(plans) == 1:
+        return BatchPrefill((plans[0].stem,), plans[0].branches)
+    shortest = min(min(plan.branches) for plan in plans)
+    return BatchPrefill(tuple(plan.stem[:shortest] for plan in plans), (shortest,) * len(clusters[0]))
 
 
 def plan_prefill(prompts: Sequence[Sequence[int]]) -> SharedPrefill:

@@ -79,7 +79,8 @@ class Record:
     `task_score`, `text_f1`, `text_exact_match`, `edit_similarity` and `position_scores` (right or wrong by place in
     the answer) judge `generated_text`, which the model wrote greedily; they are None where it was not asked to, and
     where it was still thinking when its `n_generated_tokens` were used up.
-    Bytes are those of the live cache at `cache_tokens` tokens. Seconds are wall clock.
+    Bytes are one sequence's in the live cache at `cache_tokens` tokens; `batch` sequences ran together, filled up to
+    the longest. Seconds are wall clock, of a batch this sample's share.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -132,6 +133,7 @@ class Record:
     generated_text: str | None = None
     n_generated_tokens: int | None = None
     finish_reason: FinishReason | None = None
+    batch: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, in the order of the columns."""
@@ -150,7 +152,7 @@ class Record:
 
 ADDED = (
     "accepted_prefix", "key_tokens", "task_score", "text_f1", "text_exact_match", "edit_similarity",
-    "position_scores", "generated_text", "n_generated_tokens", "finish_reason",
+    "position_scores", "generated_text", "n_generated_tokens", "finish_reason", "batch",
 )  # fmt: skip
 """Columns that records of schema 2 lack; they are None there."""
 

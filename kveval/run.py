@@ -48,19 +48,29 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """Samples that share a prefill, each with the cells that it fills, by arm label."""
+    """Samples that share a prefill, each with the cells that it fills, by arm label.
+
+    A batch of `rows` clusters, whose samples follow one another, is one too.
+    """
 
     task: Task
     samples: tuple[Sample, ...]
     cells: tuple[Mapping[str, Cell], ...] = field(repr=False)
+    rows: int = 1
 
     def keys(self, arm: Arm) -> list[tuple[str, str]]:
         return [(cells[arm.label].id, s.id) for s, cells in zip(self.samples, self.cells, strict=True)]
 
     @property
+    def sequences(self) -> list[tuple[Sample, ...]]:
+        """The samples by sequence of the batch."""
+        size = len(self.samples) // self.rows
+        return [self.samples[at : at + size] for at in range(0, len(self.samples), size)]
+
+    @property
     def tokens(self) -> int:
-        """Tokens that one arm feeds: the longest prompt, and every sample's own tail."""
-        longest = max(len(s.prompt_ids) for s in self.samples)
+        """Tokens that one arm feeds: each sequence's longest prompt, and every sample's own tail."""
+        longest = sum(max(len(s.prompt_ids) for s in sequence) for sequence in self.sequences)
         return longest + sum(len(s.answer_ids) + (s.max_new_tokens or 0) for s in self.samples)
 
 
@@ -83,8 +93,19 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
     task_plans = [_task_plan(config, task, entry) for task, entry in zip(tasks, config.tasks, strict=True)]
     plan = build_plan(config, info, task_plans, device=compute_device(config.model.device))
     sessions_of(config, plan.model)
+    _refuse_batches(config, plan.arms)
     _refuse_undecidable(config, tasks)
     return plan, tasks
+
+
+def _refuse_batches(config: SweepConfig, arms: Iterable[Arm]) -> None:
+    """What fills the shorter sequences of a batch must not take part in how others' tokens are stored."""
+    grouped = [arm.label for arm in arms if not arm.scheme.blind_to_later]
+    if config.batch_size > 1 and grouped:
+        raise ConfigError(
+            f"batch_size: {config.batch_size}, but how {' and '.join(grouped)} stores a token depends on those after it.",
+            remedy="Set `batch_size: 1`, or run these schemes in a sweep of their own.",
+        )
 
 
 def _task_plan(config: SweepConfig, task: Task, entry: TaskConfig) -> TaskPlan:
@@ -166,7 +187,9 @@ def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None
     progress = progress or Progress()
     plan, tasks = plan_sweep(config)
     samples = make_samples(plan, tasks, load_tokenizer(config.model))
-    clusters = list(_clusters(plan, tasks, samples))
+    alone = list(_clusters(plan, tasks, samples))
+    timed = _first_of_each_length(alone) if config.decode_tokens else []
+    clusters = list(_batches(alone, config.batch_size, timed))
     order = [(cell.id, sample.id) for cell in plan.cells for sample in samples[cell.task, cell.context_length]]
     with RunStore.open(out, plan.to_dict(), env=env.collect()) as store:
         already = len(store.done)
@@ -178,7 +201,6 @@ def run_sweep(config: SweepConfig, out: str | Path, *, progress: Progress | None
             progress.advance(0, "error by layer")
             _note_layer_errors(plan, samples, backend, store)
             native_path.note(plan.arms, backend, store)
-            timed = _first_of_each_length(clusters)
             for cluster in todo:
                 decode_tokens = config.decode_tokens if cluster in timed else 0
                 _run_cluster(cluster, plan.arms, backend, store, decode_tokens, progress)
@@ -198,6 +220,35 @@ def _clusters(plan: Plan, tasks: Sequence[Task], samples: Mapping[tuple[str, int
                 by_cluster.setdefault((sample.cluster, together), []).append((sample, cells))
         for members in by_cluster.values():
             yield _Cluster(task, tuple(s for s, _ in members), tuple(c for _, c in members))
+
+
+def _batches(clusters: Sequence[_Cluster], size: int, timed: Sequence[_Cluster]) -> Iterator[_Cluster]:
+    """Up to `size` neighbours of one task and context length together, whatever of them is measured already.
+
+    Alone stay the clusters that decoding is timed on, running text, which is prefilled from length to length, answers
+    to write, which end at different tokens, and prompts of unequal lengths.
+    """
+    waiting: list[_Cluster] = []
+    for cluster in clusters:
+        first = cluster.samples[0]
+        alike = cluster.task.exact_length and not cluster.task.passage and first.max_new_tokens is None
+        joins = alike and cluster not in timed
+        kind = (cluster.cells[0], len(cluster.samples))
+        if waiting and (not joins or len(waiting) == size or kind != (waiting[0].cells[0], len(waiting[0].samples))):
+            yield _batch(waiting)
+            waiting = []
+        if joins:
+            waiting.append(cluster)
+        else:
+            yield cluster
+    if waiting:
+        yield _batch(waiting)
+
+
+def _batch(clusters: Sequence[_Cluster]) -> _Cluster:
+    samples = tuple(sample for cluster in clusters for sample in cluster.samples)
+    cells = tuple(cell for cluster in clusters for cell in cluster.cells)
+    return _Cluster(clusters[0].task, samples, cells, rows=len(clusters))
 
 
 def _first_of_each_length(clusters: Iterable[_Cluster]) -> list[_Cluster]:
@@ -272,7 +323,7 @@ def _score(
     """Records of one arm. Whatever the backend could not score is a row with status "error"."""
     waiting = {s.id: (s, c[arm.label]) for s, c in zip(cluster.samples, cluster.cells, strict=True)}
     try:
-        for output in backend.score(cluster.samples, arm, baseline, decode_tokens=decode_tokens):
+        for output in backend.score(cluster.sequences, arm, baseline, decode_tokens=decode_tokens):
             sample, cell = waiting.pop(output.sample_id)
             if arm.role != "baseline" and sample.id not in baseline:
                 yield _error_record(sample, cell, MeasurementError("the baseline failed on this sample.")), None
@@ -333,6 +384,7 @@ def _record(sample: Sample, cell: Cell, output: Output, task: Task) -> Record:
         packed_reads=ran.packed_reads,
         attention_path=ran.attention_path,
         compute_dtype=ran.compute_dtype,
+        batch=ran.batch,
         prefill_s=output.prefill_s,
         score_s=output.score_s,
         decode_s_per_token=output.decode_s_per_token,

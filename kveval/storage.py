@@ -64,6 +64,11 @@ class StoredBytes:
         """All bytes that hold tokens for attention; neither padding nor undo is part of it."""
         return self.payload + self.scales + self.constants + self.wide_tokens + self.wide_layers
 
+    def per_sequence(self, batch: int) -> StoredBytes:
+        """A sequence's share of the bytes of `batch` sequences of one length, which all have the same."""
+        assert all(getattr(self, f.name) % batch == 0 for f in fields(self)), "sequences of a batch are stored alike"
+        return StoredBytes(*(getattr(self, f.name) // batch for f in fields(self)))
+
     def __add__(self, other: StoredBytes) -> StoredBytes:
         return StoredBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 

@@ -350,3 +350,35 @@ def test_key_tokens_are_counted_and_shared_by_all_arms(tiny_model, tmp_path, mon
     assert 0 < records["key_tokens"].max() < 40
     assert (records["token_nll"].map(len) == records["key_tokens"]).all()
     assert records["exact_match"].isna().all()
+
+
+def test_haystacks_run_in_batches(tiny_model, tmp_path):
+    tasks = [{"name": "niah_multikey", "keys": 4, "queries": 2, "samples": 10}, TASKS[1]]
+    found = {}
+    for size in (1, 3):
+        run_sweep(config(tiny_model, tasks=tasks, context_lengths=[512], batch_size=size), tmp_path / str(size))
+        found[size] = read_records(tmp_path / str(size)).set_index(["scheme", "task", "sample_id"])
+    assert set(found[1]["batch"]) == {1}
+    of_needles = found[3].xs("niah_multikey", level="task")
+    # The first haystack is timed, and so runs alone; a batch of three and one of the last one follow.
+    assert of_needles.groupby("scheme")["batch"].value_counts().unstack().loc["bf16"].to_dict() == {1: 4, 3: 6}
+    assert set(found[3].xs("perplexity", level="task")["batch"]) == {1}
+    assert (found[3]["status"] == "ok").all()
+    off = (found[3]["answer_nll"] - found[1]["answer_nll"]).abs()
+    assert off.xs("bf16", level="scheme").max() < 1e-3
+    assert off.max() < 0.02
+    with pytest.raises(ConfigError, match="batch_size: 2, but how kivi2 stores a token depends"):
+        plan_sweep(config(tiny_model, batch_size=2, schemes=["kivi2"]))
+
+
+def test_a_batch_is_the_same_whatever_of_it_is_measured_already(tiny_model, tmp_path):
+    tasks = [{"name": "niah_multikey", "keys": 4, "queries": 2, "samples": 8}]
+    sweep = config(tiny_model, tasks=tasks, context_lengths=[512], batch_size=2, schemes=["nvfp4"])
+    run_sweep(sweep, tmp_path / "whole")
+    run_sweep(sweep, tmp_path / "cut")
+    journal = tmp_path / "cut" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    (tmp_path / "cut" / "manifest.json").unlink()
+    journal.write_bytes(b"".join(lines[: len(lines) // 2 + 1]))
+    run_sweep(sweep, tmp_path / "cut")
+    same_records(tmp_path / "whole", tmp_path / "cut")

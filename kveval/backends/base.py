@@ -19,6 +19,7 @@ __all__ = ["Backend", "Effective", "Output", "Reference"]
 class Effective:
     """What really ran, as opposed to what was asked for.
 
+    `batch` sequences were fed together, filled up to the longest, `cache_tokens`; bytes are one sequence's.
     `packed_reads` counts the tokens decoded from packed bytes by the scoring forward alone, summed over layers
     and over keys and values. `billed` is the formula's figure for `stored.stored`, in bytes.
     """
@@ -29,6 +30,7 @@ class Effective:
     packed_reads: int
     stored: StoredBytes
     billed: int
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,21 @@ class Backend(Protocol):
     """Runs samples. One instance holds one model."""
 
     def score(
-        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Reference], *, decode_tokens: int = 0
+        self,
+        clusters: Sequence[Sequence[Sample]],
+        arm: Arm,
+        baseline: Mapping[str, Reference],
+        *,
+        decode_tokens: int = 0,
     ) -> Iterator[Output]:
-        """Score every sample of a cluster on one arm; outputs come as they are scored, not in the cluster's order.
+        """Score every sample of some clusters on one arm; outputs come as they are scored, not in the clusters' order.
 
         Args:
-            cluster: Samples that share a haystack or document.
+            clusters: The sequences to run as one batch, each with its samples, which share a haystack or document.
+                Of more than one, all have as many samples, and no sample is to be written.
             arm: How to run them.
             baseline: `Output.reference` of the baseline by sample id; empty for the baseline itself.
-            decode_tokens: Time this many one-token forwards with the last scored sample; 0 for none.
+            decode_tokens: Time this many one-token forwards with the last scored sample; 0 for none. Clusters that
+                are timed run alone.
         """
         ...

@@ -22,7 +22,7 @@ from kveval.generation import Generated, end_tokens, write_answer
 from kveval.models import LoadedModel
 from kveval.packed_layer import Reads
 from kveval.plan import Arm
-from kveval.prefixes import plan_prefill
+from kveval.prefixes import plan_batch
 from kveval.scoring import key_tokens, log_probabilities, score_answer
 from kveval.tasks import Sample
 
@@ -48,28 +48,36 @@ class HFBackend:
 
     @torch.inference_mode()
     def score(
-        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Reference], *, decode_tokens: int = 0
+        self,
+        clusters: Sequence[Sequence[Sample]],
+        arm: Arm,
+        baseline: Mapping[str, Reference],
+        *,
+        decode_tokens: int = 0,
     ) -> Iterator[Output]:
         """See `Backend.score`. The cache is built once, every sample is a branch of it, which is forgotten again."""
         with sdpa_kernel(SDPBackend.MATH) if arm.sdpa == "math" else nullcontext():
-            yield from self._score(cluster, arm, baseline, decode_tokens)
+            yield from self._score(clusters, arm, baseline, decode_tokens)
 
     def _score(
-        self, cluster: Sequence[Sample], arm: Arm, baseline: Mapping[str, Reference], decode_tokens: int
+        self, clusters: Sequence[Sequence[Sample]], arm: Arm, baseline: Mapping[str, Reference], decode_tokens: int
     ) -> Iterator[Output]:
-        plan = plan_prefill([s.prompt_ids for s in cluster])
-        cache = self.new_cache(arm, reserve=max(_longest(sample, decode_tokens) for sample in cluster))
-        in_order = sorted(range(len(cluster)), key=lambda i: plan.branches[i])
+        plan = plan_batch([[s.prompt_ids for s in cluster] for cluster in clusters])
+        samples = [sample for cluster in clusters for sample in cluster]
+        cache = self.new_cache(arm, reserve=max(_longest(sample, decode_tokens) for sample in samples))
+        questions = sorted(range(len(clusters[0])), key=lambda i: plan.branches[i])
         stem_s = 0.0
-        for i in in_order:
-            sample, stop = cluster[i], plan.branches[i]
-            stem_s += self._prefill(plan.stem[cache.get_seq_length() : stop], cache, arm.prefill_chunk)
-            output = self._branch(sample, cache, arm, baseline.get(sample.id), stem_s / len(cluster))
-            if sample.max_new_tokens is not None:
-                output = replace(output, generated=self._write(sample, cache, arm))
-            if decode_tokens and i == in_order[-1]:
-                output = replace(output, decode_s_per_token=self._time_decode(sample, cache, decode_tokens))
-            yield output
+        for i in questions:
+            done = cache.get_seq_length()
+            stem_s += self._prefill([stem[done : plan.branches[i]] for stem in plan.stems], cache, arm.prefill_chunk)
+            asked = [cluster[i] for cluster in clusters]
+            for sample, output in zip(asked, self._branch(asked, cache, arm, baseline), strict=True):
+                output = replace(output, prefill_s=output.prefill_s + stem_s / len(samples))
+                if sample.max_new_tokens is not None:
+                    output = replace(output, generated=self._write(sample, cache, arm))
+                if decode_tokens and i == questions[-1]:
+                    output = replace(output, decode_s_per_token=self._time_decode(sample, cache, decode_tokens))
+                yield output
 
     def new_cache(self, arm: Arm, *, reserve: int = 0) -> QuantizedCache:
         """An empty cache for one sequence of this arm, with room for `reserve` tokens.
@@ -83,66 +91,86 @@ class HFBackend:
         )  # fmt: skip
 
     def forward(self, ids: Sequence[int], cache: QuantizedCache, *, keep: int) -> Tensor:
-        """Feed tokens after what `cache` holds; returns float logits [keep, V] of the last `keep` positions.
+        """`forward_rows` for one sequence; returns float logits [keep, V]."""
+        return self.forward_rows([ids], cache, keep=keep)[0]
+
+    def forward_rows(self, rows: Sequence[Sequence[int]], cache: QuantizedCache, *, keep: int) -> Tensor:
+        """Feed tokens after what `cache` holds; returns float logits [B, keep, V] of the last `keep` positions.
+
+        Args:
+            rows: As many tokens for each of the B sequences.
+            cache: Where they are stored, and what they attend to.
+            keep: How many positions get logits.
 
         Raises:
             MeasurementError: if the model did not store exactly these tokens in `cache` (it ran on another one), or
                 stored NaN or infinity.
         """
-        before = cache.get_seq_length()
+        before, fed = cache.get_seq_length(), len(rows[0])
         device = self.loaded.device
         # Positions rather than a count: the head then gets contiguous rows, and runs as one fast product.
-        kept = torch.arange(len(ids) - keep, len(ids), device=device)
-        input_ids = torch.tensor([ids], device=device)
+        kept = torch.arange(fed - keep, fed, device=device)
+        input_ids = torch.tensor([list(row) for row in rows], device=device)
         out = self._model(input_ids=input_ids, use_cache=True, logits_to_keep=kept, **{self.cache_argument: cache})
         cache.check_finite()
         lengths = {layer.get_seq_length() for layer in cache.packed_layers}
-        if lengths != {before + len(ids)}:
+        if lengths != {before + fed}:
             raise MeasurementError(
-                f"fed {len(ids)} tokens after {before}, but the cache's layers hold {sorted(lengths)}: "
+                f"fed {fed} tokens after {before}, but the cache's layers hold {sorted(lengths)}: "
                 "the model ran on a cache that is not ours.",
                 remedy="This transformers version passes caches in a way kveval does not know; see `kveval doctor`.",
             )
-        return cast(Tensor, out.logits[0])
+        return cast(Tensor, out.logits)
 
-    def _prefill(self, ids: Sequence[int], cache: QuantizedCache, chunk: int) -> float:
+    def _prefill(self, rows: Sequence[Sequence[int]], cache: QuantizedCache, chunk: int) -> float:
         start = self._now()
-        for at in range(0, len(ids), chunk):
-            self.forward(ids[at : at + chunk], cache, keep=1)
+        for at in range(0, len(rows[0]), chunk):
+            self.forward_rows([row[at : at + chunk] for row in rows], cache, keep=1)
         return self._now() - start
 
     def _branch(
-        self, sample: Sample, cache: QuantizedCache, arm: Arm, baseline: Reference | None, prefill_s: float
-    ) -> Output:
-        """Feed the rest of the prompt and the answer, score, and put the cache back to where it was."""
-        rest = sample.prompt_ids[cache.get_seq_length() :]
+        self, asked: Sequence[Sample], cache: QuantizedCache, arm: Arm, baseline: Mapping[str, Reference]
+    ) -> Iterator[Output]:
+        """Feed the rest of every sequence's prompt and its answer, score, and put the cache back to where it was."""
+        rests = [sample.prompt_ids[cache.get_seq_length() :] for sample in asked]
+        prefill_s = 0.0
         with cache.branch():
-            if len(rest) > SCORING_TAIL:
-                prefill_s += self._prefill(rest[:-1], cache, arm.prefill_chunk)
-                rest = rest[-1:]
-            fed = [*rest, *sample.answer_ids[:-1]]
+            ahead = min(map(len, rests)) - 1
+            if ahead >= SCORING_TAIL:
+                prefill_s = self._prefill([rest[:ahead] for rest in rests], cache, arm.prefill_chunk)
+                rests = [rest[ahead:] for rest in rests]
+            fed = [[*rest, *sample.answer_ids[:-1]] for rest, sample in zip(rests, asked, strict=True)]
+            longest, first = max(map(len, fed)), min(map(len, rests)) - 1
             start, read_before = self._now(), cache.tokens_read()
             with recorded_paths() as paths:
-                logits = self.forward(fed, cache, keep=len(sample.answer_ids))
-            log_probs = log_probabilities(logits)
-            score_s = self._now() - start
+                # What fills a shorter row stands behind its answer, where nothing of the row looks.
+                filled = [[*row, *row[-1:] * (longest - len(row))] for row in fed]
+                logits_BNV = self.forward_rows(filled, cache, keep=longest - first)
+            answers = [
+                log_probabilities(logits_NV[len(rest) - 1 - first :][: len(sample.answer_ids)])
+                for logits_NV, rest, sample in zip(logits_BNV, rests, asked, strict=True)
+            ]
+            score_s = (self._now() - start) / len(asked)
             path = path_text(paths)
             if arm.sdpa == "math":
                 path = path.replace(ATTENTION_PATH, f"{ATTENTION_PATH} (math)")
-            effective = self._effective(cache, path, read_before, fed=len(fed))
-        answer = torch.tensor(sample.answer_ids, device=log_probs.device)
-        if baseline is not None:
-            key = baseline.key_tokens
-        else:
-            key = self._key_tokens(sample, arm, log_probs, answer) if sample.short_prompt_ids else None
-        score = score_answer(log_probs, answer, baseline.log_probs if baseline else None, only=key)
-        return Output(sample.id, score, effective, prefill_s, score_s, None, Reference(log_probs, key))
+            effective = self._effective(cache, path, read_before, fed=longest, batch=len(asked))
+        for sample, log_probs in zip(asked, answers, strict=True):
+            answer, known = torch.tensor(sample.answer_ids, device=log_probs.device), baseline.get(sample.id)
+            if known is not None:
+                key = known.key_tokens
+            else:
+                key = self._key_tokens(sample, arm, log_probs, answer) if sample.short_prompt_ids else None
+            score = score_answer(log_probs, answer, known.log_probs if known else None, only=key)
+            yield Output(
+                sample.id, score, effective, prefill_s / len(asked), score_s, None, Reference(log_probs, key)
+            )  # fmt: skip
 
     def _key_tokens(self, sample: Sample, arm: Arm, log_probs: Tensor, answer: Tensor) -> Tensor:
         """Positions of the answer that are predicted from the full prompt, and not from the short one."""
         *before, last = sample.short_prompt_ids
         cache = self.new_cache(arm, reserve=len(before) + len(answer))
-        self._prefill(before, cache, arm.prefill_chunk)
+        self._prefill([before], cache, arm.prefill_chunk)
         logits = self.forward([last, *sample.answer_ids[:-1]], cache, keep=len(answer))
         return key_tokens(log_probabilities(logits), log_probs, answer)
 
@@ -151,7 +179,7 @@ class HFBackend:
         assert sample.max_new_tokens is not None, "only samples with a budget are written"
         *rest, last = sample.prompt_ids[cache.get_seq_length() :]
         with cache.branch():
-            self._prefill(rest, cache, arm.prefill_chunk)
+            self._prefill([rest], cache, arm.prefill_chunk)
 
             def step(token: int) -> Tensor:
                 read_before = cache.tokens_read()
@@ -165,7 +193,9 @@ class HFBackend:
                 end_ids=end_tokens(self._model, self.loaded.tokenizer),
             )  # fmt: skip
 
-    def _effective(self, cache: QuantizedCache, path: str, read_before: list[int], *, fed: int) -> Effective:
+    def _effective(
+        self, cache: QuantizedCache, path: str, read_before: list[int], *, fed: int, batch: int
+    ) -> Effective:
         """What the scoring forward over the last `fed` tokens did; refused unless it read every layer's bytes."""
         packed_reads = check_reads(cache, read_before, fed=fed)
         stored, billed = cache.stored_bytes(), cache.billed_bytes()
@@ -176,15 +206,16 @@ class HFBackend:
             compute_dtype=str(self._model.dtype).removeprefix("torch."),
             cache_tokens=cache.get_seq_length(),
             packed_reads=packed_reads,
-            stored=stored,
-            billed=billed,
+            stored=stored.per_sequence(batch),
+            billed=billed // batch,
+            batch=batch,
         )
 
     def _time_decode(self, sample: Sample, cache: QuantizedCache, tokens: int) -> float:
         """Median seconds of `tokens` one-token forwards after an untimed one, with the sample's prompt cached."""
         seconds = []
         with cache.branch():
-            self._prefill(sample.prompt_ids[cache.get_seq_length() :], cache, SCORING_TAIL)
+            self._prefill([sample.prompt_ids[cache.get_seq_length() :]], cache, SCORING_TAIL)
             for _ in range(tokens + 1):
                 start = self._now()
                 self.forward(sample.answer_ids[:1], cache, keep=1)

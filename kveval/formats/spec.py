@@ -320,6 +320,11 @@ class KVScheme(BaseModel):
         return all(side.append_invariant for side in self._formats())
 
     @property
+    def blind_to_later(self) -> bool:
+        """Whether a token is stored the same whatever tokens follow it: nothing is grouped over tokens or kept recent."""
+        return self.residual_length == 0 and all(side.unit == 1 for side in self._formats())
+
+    @property
     def needs_scales(self) -> bool:
         """Whether some side can't be stored without calibrated scales."""
         return any(side.scale_rule == "static" for side in self._formats())

@@ -64,7 +64,7 @@ def document() -> list[Sample]:
 
 def score(backend: HFBackend, cluster: Sequence[Sample], arm: Arm, **kwargs: Any) -> list[Output]:
     """Outputs in the cluster's order."""
-    outputs = {o.sample_id: o for o in backend.score(cluster, arm, kwargs.pop("baseline", {}), **kwargs)}
+    outputs = {o.sample_id: o for o in backend.score([cluster], arm, kwargs.pop("baseline", {}), **kwargs)}
     assert len(outputs) == len(cluster)
     return [outputs[s.id] for s in cluster]
 
@@ -75,15 +75,15 @@ class Recorder:
     def __init__(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[int, list[int]]] = []
         self.caches: list[QuantizedCache] = []
-        forward = backend.forward
+        forward = backend.forward_rows
 
-        def recorded(ids: Sequence[int], cache: QuantizedCache, *, keep: int) -> Tensor:
-            self.calls.append((cache.get_seq_length(), list(ids)))
+        def recorded(rows: Sequence[Sequence[int]], cache: QuantizedCache, *, keep: int) -> Tensor:
+            self.calls += [(cache.get_seq_length(), list(row)) for row in rows]
             if cache not in self.caches:
                 self.caches.append(cache)
-            return forward(ids, cache, keep=keep)
+            return forward(rows, cache, keep=keep)
 
-        monkeypatch.setattr(backend, "forward", recorded)
+        monkeypatch.setattr(backend, "forward_rows", recorded)
 
 
 @pytest.fixture
@@ -505,3 +505,48 @@ class TestKeyTokens:
         asked = replace(sample([*HAY, 5, 6], [8, 9]), short_prompt_ids=(*HAY, 5, 6))
         (got,) = score(backend, [asked], arm())
         assert (got.score.token_nll, got.score.answer_nll, got.score.kl) == ((), None, None)
+
+
+class TestBatches:
+    def hay(self, seed: int, *, length: int = 24) -> list[Sample]:
+        """A haystack of its own with two questions; questions and answers differ in length from seed to seed."""
+        text = tokens(length, seed=seed)[0].tolist()
+        return [
+            sample([*text, *range(5, 6 + seed)], range(20, 22 + seed), id=f"{seed}a"),
+            sample([*text, 50], [51, 52, 53], id=f"{seed}b"),
+        ]
+
+    @pytest.mark.parametrize("name", [name for name in DIFFERENT if scheme(name).blind_to_later])
+    def test_a_sequence_in_a_batch_scores_as_alone(self, backend: HFBackend, name: str) -> None:
+        clusters = [self.hay(1), self.hay(2, length=23), self.hay(3, length=25)]
+        alone = {o.sample_id: o for cluster in clusters for o in backend.score([cluster], arm(name), {})}
+        together = list(backend.score(clusters, arm(name), {}))
+        assert {o.sample_id for o in together} == set(alone)
+        for got in together:
+            assert got.score.token_nll == pytest.approx(alone[got.sample_id].score.token_nll, abs=1e-3)
+            assert got.effective.batch == 3
+            assert alone[got.sample_id].effective.batch == 1
+
+    def test_bytes_are_those_of_one_sequence(self, backend: HFBackend) -> None:
+        clusters = [self.hay(seed) for seed in (1, 2, 3)]
+        for got in backend.score(clusters, arm("nvfp4"), {}):
+            cache = backend.new_cache(arm("nvfp4"))
+            backend.forward([5] * got.effective.cache_tokens, cache, keep=1)
+            assert got.effective.stored.stored == got.effective.billed == cache.stored_bytes().stored
+
+    def test_the_common_stem_is_prefilled_together(self, backend: HFBackend, recorder: Recorder) -> None:
+        clusters = [self.hay(1), self.hay(2, length=23)]
+        list(backend.score(clusters, arm(chunk=100), {}))
+        first, second = (cluster[0].prompt_ids for cluster in clusters)
+        assert recorder.calls[:2] == [(0, list(first[:23])), (0, list(second[:23]))]
+        fed = [*first[23:], *clusters[0][0].answer_ids[:-1]], [*second[23:], *clusters[1][0].answer_ids[:-1]]
+        longest = max(map(len, fed))
+        assert recorder.calls[2:4] == [(23, [*row, *row[-1:] * (longest - len(row))]) for row in fed]
+        assert len(recorder.caches) == 1
+
+    def test_long_tails_are_prefilled_first(self, backend: HFBackend, recorder: Recorder) -> None:
+        text = tokens(2 * SCORING_TAIL, seed=4)[0].tolist()
+        clusters = [[sample([7, *text[: SCORING_TAIL + n]], [8, 9], id=str(n))] for n in (5, 9)]
+        clusters = [[*c, sample([7, 3], [8], id=f"{i}short")] for i, c in enumerate(clusters)]
+        list(backend.score(clusters, arm(chunk=1000), {}))
+        assert max(len(row) for _, row in recorder.calls if len(row) < SCORING_TAIL) < 10
