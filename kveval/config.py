@@ -227,6 +227,10 @@ class SweepConfig(_Model):
         """`file:line` of a key, such as ("tasks", 0); '' if this sweep was not read from a file."""
         return self._source.where(path) if self._source else ""
 
+    def folder(self, *path: str | int) -> Path | None:
+        """The folder of the file that holds a key, such as ("tasks", 0); None for a sweep that is in no file."""
+        return _folder_of(self._source, path) if self._source else None
+
     def lengths_of(self, task: TaskConfig) -> tuple[int, ...]:
         """Context lengths, in tokens, at which `task` runs: its own, or the sweep's."""
         return task.context_lengths or self.context_lengths

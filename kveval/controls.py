@@ -71,7 +71,7 @@ def check_controls(
         cells = [(e.metric, e.task, e.context_length) for e in gate.endpoints]
     else:
         judged = [_aa_by_rule(records, confidence), _crush_by_rule(records, confidence)]
-        cells = [("exact_match", task, length) for task, length in _cells(records)]
+        cells = [(_answer_metric(records, cell), *cell) for cell in _cells(records)]
     return [
         *judged,
         _aa_moves(records),
@@ -180,7 +180,8 @@ def _aa_by_rule(records: pd.DataFrame, confidence: float) -> ControlResult:
 def _crush_by_rule(records: pd.DataFrame, confidence: float) -> ControlResult:
     """Without a gate: every task has a cell in which crush stands clear of the A/A arm.
 
-    That is, the lower bound of its answer-NLL loss is above the upper bound of the A/A arm's.
+    That is, the lower bound of its answer-NLL loss is above the upper bound of the A/A arm's. A task without any key
+    token has nothing that could be lost, which `_competence` tells.
     """
     aa, crush = _arm_name(records, "aa"), _arm_name(records, "crush")
     if aa is None or crush is None:
@@ -191,7 +192,9 @@ def _crush_by_rule(records: pd.DataFrame, confidence: float) -> ControlResult:
         harm = _loss(records, crush, "crush", "answer_nll", cell, confidence).lower
         if noise is not None and harm is not None and harm > noise:
             caught.add(cell[0])
-    blind = sorted({task for task, _ in _cells(records)} - caught)
+    keyless = set(_keyless(records))
+    tasks = {cell[0] for cell in _cells(records) if cell not in keyless} or {cell[0] for cell in keyless}
+    blind = sorted(tasks - caught)
     if blind:
         text = f"crush, which must fail, is not told from noise on {', '.join(blind)}: damage is not seen."
         return ControlResult("crush caught", False, text, "invalid", crush)
@@ -238,6 +241,9 @@ def _competence(records: pd.DataFrame, cells: list[tuple[str, str, int]], *, dec
             effect = "it can't decide the gate" if declared else "it says little about loss"
             text = f"the baseline is at the {room} for {metric} on {_where((task, length))}; {effect}."
             found.append(ControlResult("competence", False, text, "warning"))
+    for cell in _keyless(records):
+        text = f"no sample of {_where(cell)} has a key token: nothing there needs the far context, so nothing is shown."
+        found.append(ControlResult("competence", False, text, "warning"))
     return found or [ControlResult("competence", True, "the baseline leaves room to lose in every judged cell.")]
 
 
@@ -315,6 +321,19 @@ def _arm_name(records: pd.DataFrame, role: str) -> str | None:
 def _cells(records: pd.DataFrame) -> list[Cell]:
     unique = records[["task", "context_length"]].drop_duplicates()
     return sorted((str(t), int(n)) for t, n in zip(unique["task"], unique["context_length"], strict=True))
+
+
+def _answer_metric(records: pd.DataFrame, cell: Cell) -> str:
+    """What a cell's answers are judged by: the task's own score where the model wrote them, else whether they match."""
+    here = (records["task"] == cell[0]) & (records["context_length"] == cell[1])
+    return "task_score" if records.loc[here, "task_score"].notna().any() else "exact_match"
+
+
+def _keyless(records: pd.DataFrame) -> list[Cell]:
+    """Cells of tasks that score key tokens alone in which the baseline found none."""
+    scored = records[(records["role"] == "baseline") & (records["status"] == "ok") & records["key_tokens"].notna()]
+    counts = scored.groupby(["task", "context_length"])["key_tokens"].sum()
+    return sorted((str(task), int(length)) for (task, length), count in counts.items() if count == 0)
 
 
 def _lossy_arms(records: pd.DataFrame, lossless: Collection[str]) -> Iterator[tuple[str, Literal["scheme", "crush"]]]:

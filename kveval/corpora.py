@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import platform
 import re
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -32,6 +35,9 @@ __all__ = [
     "CORPUS_FIELD",
     "Corpus",
     "CorpusName",
+    "blocks_before",
+    "ids_after",
+    "ids_before",
     "load_corpus",
     "rotation_blocks",
     "split_sentences",
@@ -39,6 +45,12 @@ __all__ = [
 
 MAX_UNIT_CHARS: Final = 400
 """Longest sentence, in characters: longer ones are cut, so a needle can be placed anywhere."""
+
+BLOCK_CHARS: Final = 4096
+"""Longest piece of running text that is tokenized at once, in characters."""
+
+_MARKS_IN_A_ROW: Final = 32
+_JOINER: Final = "\u200d"  # makes one picture of several
 
 NOISE: Final = (
     "Green grass grows beside the road.",
@@ -48,6 +60,12 @@ NOISE: Final = (
     "Out we walk and home we come.",
 )
 
+# Where reading may begin: behind what these match. Possessive and anchored, so that a run of white space is gone
+# through once: a file that ends in a million newlines is read as fast as any other.
+_PLACES: Final = tuple(
+    re.compile(rf"(?:\A\s*+|{before})(?=\S)")
+    for before in (r"(?<!\s)[^\S\n]*+\n[^\S\n]*+\n\s*+(?<=\n)", r"\n", r"(?<!\s)\s++")
+)
 _NAMES: Final = ("noise", "prose", "python-docs", "python-code")
 _PREFIXES: Final = ("file:", "datasets:")
 _SKIPPED_FOLDERS: Final = frozenset(
@@ -64,12 +82,14 @@ class Corpus:
         documents: The texts, in a fixed order; at least one, and none blank.
         joiner: What stands between two units of a haystack: a space, or a newline for code.
         interpreter: Python's version where the text comes with it, else empty.
+        names: The documents' file names, below the folder that they share; empty where they are no files.
     """
 
     name: str
     documents: tuple[str, ...] = field(repr=False)
     joiner: str = " "
     interpreter: str = ""
+    names: tuple[str, ...] = field(default=(), repr=False)
 
     @cached_property
     def digest(self) -> str:
@@ -104,16 +124,40 @@ class Corpus:
     def starts(self) -> tuple[int, ...]:
         """Character offsets in `text` where reading may begin, ascending.
 
-        Paragraphs, else lines, else words: the coarsest that offers at least 64 places, else the one
-        that offers most.
+        Paragraphs, else lines, else words, else pieces of `MAX_UNIT_CHARS` characters (Chinese in one line has no
+        spaces): the coarsest that offers at least 64 places, else the one that offers most.
         """
         finest: tuple[int, ...] = ()
-        for before in (r"\A\s*|\n\s*\n", r"\A\s*|\n", r"\A\s*|\s+"):
-            places = tuple(m.end() for m in re.finditer(rf"(?:{before})(?=\S)", self.text))
+        for before in _PLACES:
+            places = tuple(m.end() for m in before.finditer(self.text))
             if len(places) >= 64:
                 return places
             finest = max(finest, places, key=len)
-        return finest
+        pieces = range(finest[0], len(self.text), MAX_UNIT_CHARS)
+        cuts = (_between_characters(self.text, place) for place in pieces)
+        return max(finest, tuple(place for place in cuts if not self.text[place].isspace()), key=len)
+
+    def spread(self, shift: float, count: int) -> list[int]:
+        """`count` different offsets of `starts`, evenly spread, the first ones the same whatever the count.
+
+        The base-2 van der Corput sequence, moved by `shift` (a fraction of the text).
+
+        Raises:
+            TaskError: the text has too few places.
+        """
+        places: dict[int, None] = {}
+        for index in range(count):
+            bits = f"{index:b}"
+            target = (shift + int(bits[::-1], 2) / 2 ** len(bits)) % 1.0 * len(self.text)
+            # Behind the last start, reading begins at the first: the text is a ring.
+            place = self.starts[bisect_left(self.starts, target) % len(self.starts)]
+            if place in places:
+                raise TaskError(
+                    f"the text source {self.name!r} is too short for {count} different passages.",
+                    remedy="Name a longer source, or ask for fewer samples.",
+                )
+            places[place] = None
+        return list(places)
 
 
 def load_corpus(spec: str) -> Corpus:
@@ -169,12 +213,19 @@ def _python_code() -> Corpus:
     paths = sorted(
         path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
     )
-    documents = []
+    documents = {}
     for path in paths:
         with tokenize.open(path) as file:  # honours the file's own encoding line
-            documents.append(file.read())
-    texts = tuple(text for text in documents if text.strip())
-    return Corpus("python-code", texts, joiner="\n", interpreter=platform.python_version())
+            text = file.read()
+        if text.strip():
+            documents[path.relative_to(root).as_posix()] = text
+    return Corpus(
+        "python-code",
+        tuple(documents.values()),
+        joiner="\n",
+        interpreter=platform.python_version(),
+        names=tuple(documents),
+    )
 
 
 def _matching_files(pattern: str) -> list[Path]:
@@ -190,23 +241,31 @@ def _matching_files(pattern: str) -> list[Path]:
 
 @lru_cache(maxsize=8)
 def _file_corpus(stamps: tuple[tuple[str, int, int], ...]) -> Corpus:
-    documents = []
-    for name, _, _ in stamps:
-        path = Path(name)
-        try:
-            # utf-8-sig takes off a byte-order mark, which is no text.
-            text = path.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise TaskError(
-                f"{path.name} is not UTF-8 text (byte {error.start}).", remedy="Convert it to UTF-8."
-            ) from error
-        if not text.strip():
-            raise TaskError(f"{path.name} is empty.", remedy="Name files with text.")
-        documents.append(_plain_newlines(text))
-    first = Path(stamps[0][0])
-    name = first.name if len(stamps) == 1 else f"{len(stamps)} files from {first.name}"
-    joiner = "\n" if all(Path(stamp[0]).suffix == ".py" for stamp in stamps) else " "
-    return Corpus(f"file:{name}", tuple(documents), joiner=joiner)
+    paths = [Path(name) for name, _, _ in stamps]
+    texts = [_read_text(path) for path in paths]
+    # A folder of sources has empty files (`__init__.py`): they are no documents, and no mistake either.
+    written = [(path, text) for path, text in zip(paths, texts, strict=True) if text.strip()]
+    if not written:
+        which = f"{paths[0].name} is empty" if len(paths) == 1 else f"all {len(paths)} files are empty"
+        raise TaskError(f"{which}.", remedy="Name files with text.")
+    name = paths[0].name if len(paths) == 1 else f"{len(paths)} files from {paths[0].name}"
+    folder = os.path.commonpath([path.parent for path in paths])
+    return Corpus(
+        f"file:{name}",
+        tuple(text for _, text in written),
+        joiner="\n" if all(path.suffix == ".py" for path in paths) else " ",
+        names=tuple(Path(os.path.relpath(path, folder)).as_posix() for path, _ in written),
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        # utf-8-sig takes off a byte-order mark, which is no text.
+        return _plain_newlines(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TaskError(
+            f"{path.name} is not UTF-8 text (byte {error.start}).", remedy="Convert it to UTF-8."
+        ) from error
 
 
 def _dataset(spec: str) -> Corpus:
@@ -255,8 +314,9 @@ def _plain_newlines(text: str) -> str:
 
 _CLOSERS = "\"'”’»)\\]"
 _SENTENCE_END = re.compile(
-    # Western: an end mark, closing quotes, then space and something that can open a sentence.
-    rf"[.!?…؟۔।]+[{_CLOSERS}]*(?=\s+[^\s\Wa-z]|\s+[\"'“‘«(\[])"
+    # Western: an end mark, closing quotes, then space and something that can open a sentence. A row of dots is gone
+    # through once: it neither begins in the middle nor gives back what it took.
+    rf"(?<![.!?…؟۔।])[.!?…؟۔।]++[{_CLOSERS}]*+(?=\s+[^\s\Wa-z]|\s+[\"'“‘«(\[])"
     # Chinese and Japanese: the end mark is enough.
     r"|[。！？｡]+[」』”’）]*"
 )
@@ -289,18 +349,29 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _cut_giant(unit: str) -> Iterator[str]:
-    while len(unit) > MAX_UNIT_CHARS:
-        space = unit.rfind(" ", 1, MAX_UNIT_CHARS)
-        cut = space if space > 0 else MAX_UNIT_CHARS
-        piece = unit[:cut].rstrip()
-        if piece:  # a code line's indent alone is no unit
+    start = 0
+    while len(unit) - start > MAX_UNIT_CHARS:
+        space = unit.rfind(" ", start + 1, start + MAX_UNIT_CHARS)
+        cut = space if space > 0 else _between_characters(unit, start + MAX_UNIT_CHARS)
+        piece = unit[start:cut].rstrip()
+        if piece.strip():  # a code line's indent alone is no unit
             yield piece
-        unit = unit[cut:].strip()
-    if unit:
-        yield unit
+        start = cut
+        while start < len(unit) and unit[start].isspace():
+            start += 1
+    if start < len(unit):
+        yield unit[start:]
 
 
-def rotation_blocks(text: str, start: int, *, block_chars: int = 4096) -> Iterator[str]:
+def _between_characters(text: str, cut: int) -> int:
+    """The last place up to `cut` that parts no letter from its accents or vowel signs; `cut` if they never end."""
+    for place in range(cut, cut - _MARKS_IN_A_ROW, -1):
+        if not unicodedata.category(text[place]).startswith("M") and _JOINER not in text[place - 1 : place + 1]:
+            return place
+    return cut
+
+
+def rotation_blocks(text: str, start: int, *, block_chars: int = BLOCK_CHARS) -> Iterator[str]:
     """The text from `start` to its end, then from its beginning to `start`: every character once.
 
     Comes in blocks of at most `block_chars` characters that begin at whitespace where there is any.
@@ -315,3 +386,68 @@ def rotation_blocks(text: str, start: int, *, block_chars: int = 4096) -> Iterat
                 end = blank if blank > position else end
             yield part[position:end]
             position = end
+
+
+def blocks_before(text: str, end: int, *, chars: int) -> Iterator[str]:
+    """The `chars` characters before `end`, from there backwards; the text is a ring, its end lies before its start.
+
+    Comes in blocks of at most `BLOCK_CHARS` characters that begin at whitespace where there is any. The cuts depend
+    on `end` only, so tokens of a longer reading end with those of a shorter one.
+
+    Args:
+        text: The ring.
+        end: Offset in characters, behind the last one that is read.
+        chars: How many to read; at most len(text), so that none is read twice.
+    """
+    for begin, last in ((0, end), (end, len(text))):
+        first = max(begin, last - chars)
+        chars -= last - first
+        while last > first:
+            start = max(first, last - BLOCK_CHARS)
+            if start > first:
+                blanks = (text.find(" ", start, last - 1), text.find("\n", start, last - 1))
+                start = min((blank for blank in blanks if blank >= 0), default=start)
+            yield text[start:last]
+            last = start
+
+
+Encode = Callable[[str], Sequence[int]]
+"""Tokens of a piece of text that follows other text."""
+
+
+def ids_before(encode: Encode, text: str, end: int, count: int, *, chars: int) -> tuple[tuple[int, ...], int]:
+    """The last `count` tokens of the ring before `end`, of at most `chars` characters; fewer if those hold no more.
+
+    Returns:
+        The tokens, and how many characters were read for them.
+    """
+    blocks: list[Sequence[int]] = []
+    found = read = 0
+    for block in blocks_before(text, end, chars=chars):
+        if found >= count:
+            break
+        blocks.append(encode(block))
+        found += len(blocks[-1])
+        read += len(block)
+    ids = [i for block in reversed(blocks) for i in block]
+    return tuple(ids[max(0, found - count) :]), read
+
+
+def ids_after(encode: Encode, text: str, start: int, count: int) -> tuple[tuple[int, ...], int]:
+    """The first `count` tokens of the ring from `start` on; fewer if it holds no more.
+
+    Returns:
+        The tokens, and how many characters hold them: a bound, one or two tokens above what is needed.
+    """
+    ids: list[int] = []
+    read = 0
+    for block in rotation_blocks(text, start):
+        piece = encode(block)
+        missing = count - len(ids)
+        ids += piece
+        if len(piece) >= missing:
+            ends = range(len(block))
+            read += bisect_left(ends, True, key=lambda end: len(encode(block[:end])) > missing + 1)
+            break
+        read += len(block)
+    return tuple(ids[:count]), read

@@ -99,7 +99,7 @@ def build_samples(
     ctx: TaskContext,
     task: str,
     *,
-    filler: str,
+    filler: str | None,
     queries: int,
     describe: Callable[[int, random.Random], Haystack],
 ) -> list[Sample]:
@@ -108,7 +108,7 @@ def build_samples(
     Args:
         ctx: What to make samples for.
         task: The task's name: seeds the randomness and names the task in errors.
-        filler: Name of the text source between the needles, for haystacks without one of their own.
+        filler: Name of the text source between the needles; None if every haystack brings its own.
         queries: Questions per haystack, as many as `describe` gives.
         describe: Haystack number and its own random generator -> `Haystack`. It must not depend on
             the number of samples or the context length.
@@ -116,11 +116,13 @@ def build_samples(
     Raises:
         LengthError: the context length can't hold the needles and the question.
     """
-    corpus = load_corpus(filler)
+    corpus = None if filler is None else load_corpus(filler)
     plans = []
     for number in range(-(-ctx.samples // queries)):
         haystack = describe(number, seeded_random(ctx, task, number))
-        plans.append(_Plan.of(ctx, haystack, haystack.filler or corpus))
+        own = haystack.filler or corpus
+        assert own is not None, "a task without a text source gives each haystack its own"
+        plans.append(_Plan.of(ctx, haystack, own))
     least = max((plan.minimum for plan in plans), default=0)
     if ctx.context_length < least:
         raise LengthError(

@@ -31,9 +31,20 @@ __all__ = [
 ASSUMED_DISCORDANCE = 0.06
 """Share of pairs that change either way; the middle row of the planning table."""
 
-ASSUMED_SD: Mapping[str, float] = {"answer_nll": 0.10, "kl": 0.05, "top1_flips": 0.10}
+ASSUMED_SD: Mapping[str, float] = {
+    "answer_nll": 0.10,
+    "kl": 0.05,
+    "top1_flips": 0.10,
+    "accepted_prefix": 0.30,
+    "task_score": 0.30,
+    "text_f1": 0.30,
+    "edit_similarity": 0.30,
+}
 """Standard deviation of one paired difference, in the metric's unit. Planning figures only: pass what a
-pilot run showed (`Comparison.distribution.se * sqrt(n)`) where there is one."""
+pilot run showed (`Comparison.distribution.se * sqrt(n)`) where there is one.
+
+That of a score of whole answers, from 0 to 1, is as if 9 % of them changed from wrong to right or back: partly right
+answers change more often, and by less."""
 
 ASSUMED_CORRELATION = 0.2
 """Correlation between the losses of one cluster's samples: design effect 1 + (m - 1) * correlation."""
@@ -185,6 +196,6 @@ def _text(
     )
     if clusters < 2:
         return f"{hint}; one cluster carries no information about spread, so no margin can be decided"
-    if get_metric(endpoint.metric).family == "binary":
+    if get_metric(endpoint.metric).of != "tokens":
         return f"{hint}; answer_nll on the same cell usually needs fewer"
     return hint

@@ -13,11 +13,13 @@ parsed in the template and never in the text of a task.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
+
+from jinja2.exceptions import TemplateError
 
 from kveval.errors import TaskError, UnsupportedError
 from kveval.identity import digest
@@ -140,6 +142,43 @@ class PromptTemplate:
         cut = shared_prefix(whole, given)
         return self._before_prefix(question) + whole[:cut], whole[cut:]
 
+    def conversation(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """Tokens of a whole conversation up to the assistant's next answer, by the tokenizer's chat template.
+
+        One user's turn gives the same tokens as head, text and tail. The contents may hold anything: special tokens
+        in them stay plain characters.
+
+        Args:
+            messages: (role, content) of each turn: "system", "user" or "assistant".
+
+        Raises:
+            UnsupportedError: there is no chat template, or it refuses the turns or changes their words.
+            TaskError: the tokenizer parsed a special token out of a content all the same.
+        """
+        if self.mode == "raw":
+            raise UnsupportedError(
+                "a conversation needs a chat template, and this model runs without one.",
+                remedy="Use a chat model, without `chat_template: none`; or write the text as `prompt`.",
+            )
+        roles = tuple(role for role, _ in messages)
+        pieces = self._pieces_of(roles)
+        contents = _as_shown(self.tokenizer, roles, [text for _, text in messages], [text for text, _ in pieces])
+        ids = list(pieces[0][1])
+        for content, (_, piece) in zip(self.encode_many(contents), pieces[1:], strict=True):
+            ids += [*content, *piece]
+        return tuple(ids)
+
+    def _pieces_of(self, roles: tuple[str, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The template's text and tokens around the contents; kept, since many conversations have the same roles."""
+        if roles not in self._known_pieces:
+            texts = _pieces(self.tokenizer, roles)
+            self._known_pieces[roles] = tuple((text, _ids(self.tokenizer, text, split_special=False)) for text in texts)
+        return self._known_pieces[roles]
+
+    @cached_property
+    def _known_pieces(self) -> dict[tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+        return {}
+
     def _before_prefix(self, question: str) -> tuple[int, ...]:
         if self.mode == "raw":
             return self.encode(question + self.tail_text)
@@ -151,7 +190,7 @@ class PromptTemplate:
         return alone != _ids(self.tokenizer, _ANCHOR + "a")
 
     @cached_property
-    def _control_ids(self) -> frozenset[int]:
+    def control_ids(self) -> frozenset[int]:
         """Ids that steer a model rather than spell text. A pure unknown-word token is text of a kind."""
         tokenizer = self.tokenizer
         ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -162,7 +201,7 @@ class PromptTemplate:
         return frozenset(ids)
 
     def _check_plain(self, text: str, ids: tuple[int, ...]) -> None:
-        found = self._control_ids.intersection(ids)
+        found = self.control_ids.intersection(ids)
         if found:
             names = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(i)) for i in sorted(found))
             raise TaskError(
@@ -197,18 +236,72 @@ def _bos_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _split_chat_template(tokenizer: Any) -> tuple[str, str]:
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _PLACEHOLDER}],
-        tokenize=False,
-        chat_template=_clock_stopped(tokenizer.get_chat_template()),
-        add_generation_prompt=True,
-        date_string=_PINNED_DATE.strftime("%d %b %Y"),
-        enable_thinking=False,
-    )
-    pieces = text.split(_PLACEHOLDER)
-    if len(pieces) != 2:
-        raise UnsupportedError(
-            f"the tokenizer's chat template shows the user's words {len(pieces) - 1} times instead of once.",
-            remedy="Set `chat_template: none` under `model:` to use plain text.",
+    before, after = _pieces(tokenizer, ("user",))
+    return before, after
+
+
+def _pieces(tokenizer: Any, roles: Sequence[str]) -> tuple[str, ...]:
+    """What the chat template puts before, between and after the contents of messages with these roles."""
+    words = [f"{_PLACEHOLDER}-{place}-end" for place in range(len(roles))]
+    text = rest = _render(tokenizer, roles, words)
+    pieces = []
+    for role, word in zip(roles, words, strict=True):
+        if text.count(word) != 1 or word not in rest:
+            raise UnsupportedError(
+                f"the tokenizer's chat template shows the {role}'s words {text.count(word)} times instead of once, "
+                "or not in their order.",
+                remedy="Set `chat_template: none` under `model:` to use plain text.",
+            )
+        piece, _, rest = rest.partition(word)
+        pieces.append(piece)
+    return (*pieces, rest)
+
+
+def _render(tokenizer: Any, roles: Sequence[str], contents: Sequence[str]) -> str:
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            chat_template=_clock_stopped(tokenizer.get_chat_template()),
+            add_generation_prompt=True,
+            date_string=_PINNED_DATE.strftime("%d %b %Y"),
+            enable_thinking=False,
         )
-    return pieces[0], pieces[1]
+    except TemplateError as error:
+        raise UnsupportedError(
+            f"the tokenizer's chat template refuses a conversation of {', '.join(roles)}: {error}",
+            remedy="Leave out turns that the model was not made for.",
+        ) from error
+    return text
+
+
+_TRIMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
+"""What chat templates do to the ends of a message."""
+
+
+def _as_shown(tokenizer: Any, roles: Sequence[str], contents: Sequence[str], pieces: Sequence[str]) -> list[str]:
+    """The contents as the template shows them: as they are, or without white space at their ends.
+
+    Raises:
+        UnsupportedError: the template changes them in another way.
+    """
+    text = _render(tokenizer, roles, contents)
+    at = len(pieces[0])
+    shown = []
+    for place, (role, content, piece) in enumerate(zip(roles, contents, pieces[1:], strict=True)):
+        trimmed = (trim(content) for trim in _TRIMS)
+        found = next((words for words in trimmed if text.startswith(words + piece, at)), None)
+        if found is None:
+            raise UnsupportedError(
+                f"the tokenizer's chat template changes message {place + 1} ({role}) or what stands around it.",
+                remedy="Write the message as the model is to read it: without a reasoning part, for instance.",
+            )
+        shown.append(found)
+        at += len(found) + len(piece)
+    if not text.startswith(pieces[0]) or at != len(text):
+        raise UnsupportedError(
+            "the tokenizer's chat template adds something that depends on the words of the messages.",
+            remedy="Write the messages as the model is to read them.",
+        )
+    return shown

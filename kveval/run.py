@@ -82,7 +82,8 @@ def plan_sweep(config: SweepConfig) -> tuple[Plan, list[Task]]:
             the model or lacks its scales, or the gate can't be decided.
     """
     tasks = [
-        load_task(t.name, t.params, label=t.label, where=config.where("tasks", i)) for i, t in enumerate(config.tasks)
+        load_task(t.name, t.params, label=t.label, where=config.where("tasks", i), folder=config.folder("tasks", i))
+        for i, t in enumerate(config.tasks)
     ]
     try:
         info = describe(config.model, device=config.model.device)
@@ -103,7 +104,7 @@ def _refuse_batches(config: SweepConfig, arms: Iterable[Arm]) -> None:
     grouped = [arm.label for arm in arms if not arm.scheme.blind_to_later]
     if config.batch_size > 1 and grouped:
         raise ConfigError(
-            f"batch_size: {config.batch_size}, but how {' and '.join(grouped)} stores a token depends on those after it.",
+            f"batch_size: {config.batch_size}, but how {' and '.join(grouped)} stores a token depends on later ones.",
             remedy="Set `batch_size: 1`, or run these schemes in a sweep of their own.",
         )
 

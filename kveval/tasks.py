@@ -28,9 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
 
 from kveval.content import content_dir
 from kveval.corpora import CORPUS_FIELD, load_corpus
@@ -44,8 +44,10 @@ __all__ = [
     "Sample",
     "Task",
     "TaskContext",
+    "TaskFile",
     "TaskParams",
     "TextScores",
+    "beside_config",
     "known_tasks",
     "load_task",
     "make_sample",
@@ -54,6 +56,15 @@ __all__ = [
 
 MAX_NEW_TOKENS = 128
 """Most tokens of a written answer where a task file says nothing."""
+
+TEXT_METRIC = "string_match_all"
+"""How a written answer is scored where a task file says nothing."""
+
+
+_TOKEN_IDS: dict[int, int] = {}
+
+LM_EVAL_PREFIX = "lm_eval:"
+"""Before the name of a task of lm-evaluation-harness; see `kveval.integrations.lm_eval_task`."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,16 @@ class TextScores:
     position_scores: tuple[float, ...] | None
 
 
+def beside_config(name: str, info: ValidationInfo) -> str:
+    """The path of a file that a config names: relative to the config's folder, or as it is without a config."""
+    folder = (info.context or {}).get("folder")
+    return name if folder is None else str(Path(folder) / Path(name).expanduser())
+
+
+TaskFile = Annotated[str, AfterValidator(beside_config)]
+"""Type of a task parameter that names a file."""
+
+
 class TaskParams(BaseModel):
     """Base of every task's `Params`: immutable, and an unknown key is an error."""
 
@@ -156,7 +177,7 @@ class TaskParams(BaseModel):
         return tuple(name for name, info in fields.items() if CORPUS_FIELD in info.metadata)
 
     def identity(self) -> dict[str, Any]:
-        """The parameters as plain data, a text source as its content's digest. A task that reads other files extends it.
+        """The parameters as plain data, text sources as their digests. A task that reads other files extends it.
 
         Raises:
             TaskError: a text source can't be read.
@@ -230,7 +251,7 @@ class Task:
         if own is not None and sample.metric is None:
             scores = dict(own(self.params, sample, text))
         else:
-            metric = text_metric(sample.metric or getattr(self.module, "TEXT_METRIC", "string_match_all"))
+            metric = text_metric(sample.metric or str(getattr(self.module, "TEXT_METRIC", TEXT_METRIC)))
             scores = {"task_score": metric(text, sample.references)}
         by_position = getattr(self.module, "position_scores", None)
         positions = None if by_position is None else tuple(by_position(self.params, sample, text))
@@ -268,19 +289,29 @@ def known_tasks() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in paths if not p.stem.startswith("_")))
 
 
-def load_task(name: str, params: Mapping[str, Any] | None = None, *, label: str | None = None, where: str = "") -> Task:
+def load_task(
+    name: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    label: str | None = None,
+    where: str = "",
+    folder: Path | None = None,
+) -> Task:
     """Loads a task by name or by the path of a `.py` file, and validates its parameters.
 
     Args:
-        name: A bundled task's name, or a path ending in `.py`.
+        name: A bundled task's name, a path ending in `.py`, or `lm_eval:` and the name of an lm-eval task.
         params: The task's own keys from the config.
         label: Name in reports.
         where: Where the config names the task; put before error messages.
+        folder: The config's folder, to which files that parameters name are relative.
 
     Raises:
         UnknownNameError: no such task or parameter, with suggestions.
         ConfigError: a parameter's value is wrong, or the task file is missing or incomplete.
     """
+    if name.startswith(LM_EVAL_PREFIX):
+        return _lm_eval_task(name, dict(params or {}), label or name, where)
     own = name.endswith(".py")
     if own:
         path = Path(name).expanduser().resolve()
@@ -300,7 +331,7 @@ def load_task(name: str, params: Mapping[str, Any] | None = None, *, label: str 
         name=path.stem,
         label=shown,
         version=module.VERSION,
-        params=_validate(module.Params, dict(params or {}), shown, where),
+        params=_validate(module.Params, dict(params or {}), shown, where, folder),
         module=module,
         source_digest=hashlib.sha256(source).hexdigest()[:16] if own else None,
     )
@@ -325,7 +356,9 @@ def make_sample(
     short_prompt_ids: Sequence[int] = (),
 ) -> Sample:
     """A sample whose id is its index and a digest of its tokens: unique, and the same on every run."""
-    prompt, answer = tuple(prompt_ids), tuple(answer_ids)
+    # One object per token id, not per token: long prompts then take 8 bytes a token instead of 36.
+    prompt = tuple(map(_TOKEN_IDS.setdefault, prompt_ids, prompt_ids))
+    answer = tuple(answer_ids)
     return Sample(
         id=f"{index:05d}-{digest('sample', [prompt, answer], length=12)}",
         index=index,
@@ -343,6 +376,14 @@ def make_sample(
     )
 
 
+def _lm_eval_task(name: str, params: dict[str, Any], label: str, where: str) -> Task:
+    from kveval.integrations.lm_eval_task import LMEvalTask, Params
+
+    settled = cast(Params, _validate(Params, params, label, where))
+    module = LMEvalTask(name.removeprefix(LM_EVAL_PREFIX), settled)
+    return Task(name, label, module.VERSION, settled, cast(ModuleType, module), module.source_digest)
+
+
 def _load_module(path: Path, where: str) -> ModuleType:
     module = load_python_file(path, where)
     missing = [name for name in ("VERSION", "Params", "samples") if not hasattr(module, name)]
@@ -354,13 +395,15 @@ def _load_module(path: Path, where: str) -> ModuleType:
     return module
 
 
-def _validate(model: type[TaskParams], params: dict[str, Any], task: str, where: str) -> TaskParams:
+def _validate(
+    model: type[TaskParams], params: dict[str, Any], task: str, where: str, folder: Path | None = None
+) -> TaskParams:
     at = f"{where}: task {task!r}" if where else f"task {task!r}"
     unknown = sorted(set(params) - set(model.model_fields))
     if unknown:
         raise UnknownNameError("parameter", unknown[0], model.model_fields, where=at)
     try:
-        return model.model_validate(params)
+        return model.model_validate(params, context={"folder": folder})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

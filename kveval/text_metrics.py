@@ -50,27 +50,27 @@ def string_match_part(text: str, references: Sequence[str]) -> float:
 
 
 def text_exact_match(text: str, references: Sequence[str]) -> float:
-    """1 if the text is one of the references, but for case, white space around and inside it, and a final full stop."""
-    return float(_squeezed(text) in map(_squeezed, references))
+    """1 if the text is a reference, or all of them joined by commas, but for case, white space and a final full stop."""
+    return float(_squeezed(text) in map(_squeezed, _alone_and_together(references)))
 
 
 def text_f1(text: str, references: Sequence[str]) -> float:
     """Best F1 of words (runs of letters, digits and underscores, whatever their case) with a reference.
 
-    Two or more references are answers that belong together as well as alternatives, so all of them joined are tried
-    too: an answer that lists every value in the text then loses precision.
+    An answer that lists every value in the text loses precision. All references together are tried too.
     """
-    candidates = [*references, " ".join(references)]
-    return max(_f1(_words(text), _words(candidate)) for candidate in candidates)
+    return max(_f1(_words(text), _words(candidate)) for candidate in _alone_and_together(references))
 
 
 def edit_similarity(text: str, references: Sequence[str]) -> float:
     """Best similarity with a reference (Ratcliff and Obershelp): 2 M / T, where M of T characters in both match.
 
-    They match in blocks, the longest first. White space at both ends of either is left out.
+    They match in blocks, the longest first. White space at both ends of either is left out. All references joined by
+    commas are tried too.
     """
     return max(
-        SequenceMatcher(None, text.strip(), reference.strip(), autojunk=False).ratio() for reference in references
+        SequenceMatcher(None, text.strip(), candidate.strip(), autojunk=False).ratio()
+        for candidate in _alone_and_together(references)
     )
 
 
@@ -121,6 +121,11 @@ def _own(file: str, function: str, where: str) -> TextMetric:
         return float(score)
 
     return cast(TextMetric, checked)
+
+
+def _alone_and_together(references: Sequence[str]) -> list[str]:
+    """Several references are alternatives in one task, and parts of one answer in another."""
+    return [*references, ", ".join(references)]
 
 
 def _plain(text: str) -> str:

@@ -9,17 +9,21 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Union, get_args, get_origin
 
 import typer
 
 from kveval import config
 from kveval.cli import app
+from kveval.content import content_dir
 from kveval.formats.element_types import element_names, get_element
 from kveval.formats.hardware import GPUS, native
 from kveval.formats.spec import SCALE_RULES, KVScheme, LayerOverride, TensorFormat, get_scheme, scheme_names
+from kveval.python_file import load_python_file
 from kveval.records import METRICS, Record
 from kveval.report.format_text import describe, format_markdown, levels_text
+from kveval.tasks import MAX_NEW_TOKENS, TEXT_METRIC, known_tasks
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 HEADER = "<!-- Written by scripts/make_reference.py; change the code, not this page. -->\n"
@@ -32,6 +36,7 @@ def pages() -> dict[str, str]:
         "config.md": HEADER + "# Sweep config\n\n" + CONFIG_INTRO + "\n".join(_config_blocks()),
         "formats.md": HEADER + "# Storage formats\n\n" + FORMATS_INTRO + _formats(),
         "records.md": HEADER + "# Records\n\n" + _records(),
+        "tasks.md": HEADER + "# Tasks\n\n" + TASKS_INTRO + "\n".join(_tasks()),
     }
 
 
@@ -57,6 +62,42 @@ chunks; the others freeze something at the first write of a sequence, so the chu
 token are those of 32 layers with 8 heads of 128.
 
 """
+
+
+TASKS_INTRO = """\
+A task is named in a config under `tasks`, its parameters beside its name: `{name: niah_multikey, keys: 4, queries: 2}`.
+Every task can be fed its answers; with `mode: generate` the model writes them as well, up to `max_new_tokens` or a
+`stop` string, and they are scored by the task's text metric. Running text (perplexity) has no answer to write.
+
+Also: [which of them see damage](../explanation/what-tasks-see.md) on two models;
+[a task of your own](../tutorial/custom-task.md) in one file; [your traffic](../how-to/measure-your-traffic.md);
+`lm_eval:NAME` for a task of [lm-eval](../how-to/lm-eval.md).
+
+"""
+
+
+def _tasks() -> Iterator[str]:
+    for name in known_tasks():
+        module = load_python_file(content_dir("tasks") / f"{name}.py")
+        rows = [
+            f"| `{key}` | {_type(field.annotation)} | {_default(module.Params, key, field)} |"
+            for key, field in module.Params.model_fields.items()
+        ]
+        table = ["| parameter | type | default |\n| --- | --- | --- |\n" + "\n".join(rows)] if rows else []
+        parts = [_paragraphs(module), *_written(module), _paragraphs(module.Params), *table]
+        yield f"## {name}\n\n" + "\n\n".join(parts) + "\n"
+
+
+def _written(module: ModuleType) -> Iterator[str]:
+    if getattr(module, "PASSAGE", False):
+        return
+    how = "the task's own score" if hasattr(module, "score") else f"`{getattr(module, 'TEXT_METRIC', TEXT_METRIC)}`"
+    stop = "".join(f", stops at `{text!r}`" for text in getattr(module, "STOP", ()))
+    yield f"Written answers: up to {getattr(module, 'MAX_NEW_TOKENS', MAX_NEW_TOKENS)} tokens{stop}; {how}."
+
+
+def _paragraphs(documented: Any) -> str:
+    return "\n\n".join(_one_line(paragraph) for paragraph in (inspect.getdoc(documented) or "").split("\n\n"))
 
 
 def _commands() -> Iterator[str]:

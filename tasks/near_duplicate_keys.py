@@ -65,7 +65,7 @@ def samples(params: Params, ctx: TaskContext) -> list[Sample]:
             filler=Corpus("records", tuple(_record(key, of[key]) for key in rest)),
         )
 
-    return build_samples(ctx, "near_duplicate_keys", filler="noise", queries=params.queries, describe=describe)
+    return build_samples(ctx, "near_duplicate_keys", filler=None, queries=params.queries, describe=describe)
 
 
 def _families(rng: random.Random, size: int) -> Iterator[list[str]]:

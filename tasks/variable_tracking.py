@@ -10,6 +10,7 @@ from kveval.haystack import Haystack, Needle, Question, build_samples, numbers
 from kveval.tasks import Sample, TaskContext, TaskParams
 
 VERSION = 1
+MAX_NEW_TOKENS = 40  # RULER has 30, which is short for five names where a tokenizer spells them letter by letter
 
 
 class Params(TaskParams):
@@ -36,7 +37,11 @@ def samples(params: Params, ctx: TaskContext) -> list[Sample]:
             for line, depth in zip(_lines(chain, start), sorted(rng.random() for _ in chain), strict=True)
         ]
         asked = Question(
-            _question(values[0]), _prefix(values[0], length), _answer(chains[0]), needles=tuple(range(length))
+            _question(values[0]),
+            _prefix(values[0], length),
+            _answer(chains[0]),
+            needles=tuple(range(length)),
+            references=tuple(chains[0]),
         )
         return Haystack(
             instruction=f"Track the variables in the following text. Example: {example}",

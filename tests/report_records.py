@@ -118,6 +118,41 @@ def _row(rng: np.random.Generator, task: str, length: int, index: int, scheme: s
     )
 
 
+def with_answers(
+    records: pd.DataFrame, task: str, *, places: int = 0, finish: Sequence[str] = ("stop",)
+) -> pd.DataFrame:
+    """The same sweep with answers to `task` that the model wrote; `places` of each are scored one by one.
+
+    Sample i ends as `finish[i % len(finish)]` says, at 32 tokens if it was cut.
+    """
+    written = records.copy()
+    at = written["task"] == task
+    nll = written.loc[at, "answer_nll"].astype(float)
+    score = (4 * (1.2 - nll).clip(0, 1)).round() / 4
+    ends = written.loc[at, "sample_index"].map(lambda i: finish[i % len(finish)])
+    scores = {"task_score": score, "text_f1": 0.9 * score, "text_exact_match": (score == 1).astype(float)}
+    scores |= {"edit_similarity": 0.5 + 0.5 * score, "accepted_prefix": score}
+    for column, values in scores.items():
+        written.loc[at, column] = values.where((ends != "thinking") | (column == "accepted_prefix"))
+    written.loc[at, "finish_reason"] = ends
+    written.loc[at, "n_generated_tokens"] = ends.map(lambda end: 20 if end == "stop" else 32)
+    written.loc[at, "generated_text"] = "text"
+    if places:
+        fall = {i: [float(s * (1 - 0.5 * p / places) > 0.4) for p in range(places)] for i, s in score.items()}
+        written["position_scores"] = pd.Series(fall, index=written.index, dtype=object)
+    return written
+
+
+def with_key_tokens(records: pd.DataFrame, task: str, counts: Sequence[int]) -> pd.DataFrame:
+    """The same sweep with `task` scored by key tokens alone; sample i has `counts[i % len(counts)]` of them."""
+    keyed = records.copy()
+    at = keyed["task"] == task
+    keyed.loc[at, "key_tokens"] = keyed.loc[at, "sample_index"].map(lambda i: counts[i % len(counts)])
+    keyed.loc[at, ["exact_match", "first_token_match"]] = None
+    keyed.loc[at & (keyed["key_tokens"] == 0), ["answer_nll", "answer_nll_sum", "kl", "top1_flips"]] = None
+    return keyed
+
+
 GATE: dict[str, Any] = {
     "scheme": "k8v4",
     "endpoints": [

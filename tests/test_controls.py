@@ -132,6 +132,38 @@ def test_a_baseline_at_its_floor_is_told_per_cell() -> None:
     )
 
 
+@pytest.mark.parametrize(("score", "room"), [(0.0, "floor"), (1.0, "ceiling")])
+def test_a_task_score_that_can_show_nothing_is_told(score: float, room: str) -> None:
+    rows = [replace(r, task_score=score) for r in sweep()]
+    assert f"at the {room} for task_score on niah" in control(rows, "competence", None).detail
+    endpoint = GateEndpoint(metric="task_score", task="niah", context_length=2048, margin=0.05)
+    found = control(rows, "competence", GateConfig(scheme="s", endpoints=(endpoint,)))
+    assert (found.ok, found.severity) == (False, "warning")
+    assert f"at the {room} for task_score" in found.detail
+
+
+def test_written_answers_are_judged_by_their_score_alone() -> None:
+    rows = [replace(r, exact_match=0.0, task_score=0.5 * (r.sample_index % 3)) for r in sweep()]
+    assert control(rows, "competence", None).ok
+
+
+def keyless(rows: list[Record]) -> list[Record]:
+    nothing: dict[str, Any] = dict.fromkeys(("answer_nll", "exact_match", "kl", "top1_flips"))
+    return [replace(r, key_tokens=0, **nothing) for r in rows]
+
+
+def test_a_task_without_key_tokens_is_told_and_voids_nothing() -> None:
+    rows = [*sweep(), *keyless(sweep(task="long_ppl"))]
+    assert control(rows, "crush caught", None).ok
+    found = control(rows, "competence", None)
+    assert (found.severity, found.blocks) == ("warning", False)
+    assert found.detail.startswith("no sample of long_ppl at 2,048 tokens has a key token")
+    assert not control(keyless(sweep()), "crush caught", None).ok
+    assert control([*rows, *sweep(task="long_ppl", length=512)], "crush caught", None).ok
+    blind = [*rows, *sweep(task="long_ppl", length=512, crush=0.0)]
+    assert "long_ppl" in control(blind, "crush caught", None).detail
+
+
 @pytest.mark.parametrize("stored", [999, None])
 def test_bytes_that_do_not_match_are_invalid(stored: int | None) -> None:
     rows = change(sweep(), "s", lambda r: replace(r, stored_bytes=stored) if r.sample_index == 7 else r)

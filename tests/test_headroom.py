@@ -26,11 +26,18 @@ def records(**costs: float) -> pd.DataFrame:
             scatter = 0.0 if arm == "bf16" else noise[i]
             rows.append(
                 {
-                    "task": "t", "context_length": 1024, "scheme": arm, "role": role, "sample_id": str(i), "cluster": str(i),
-                    "status": "ok", "answer_nll": 1.0 + costs.get(arm, 0.0) + scatter, "exact_match": float(i < 6),
+                    "task": "t",
+                    "context_length": 1024,
+                    "scheme": arm,
+                    "role": role,
+                    "sample_id": str(i),
+                    "cluster": str(i),
+                    "status": "ok",
+                    "answer_nll": 1.0 + costs.get(arm, 0.0) + scatter,
+                    "exact_match": float(i < 6),
                     "accepted_prefix": 0.5 + i / 16,
                 }
-            )  # fmt: skip
+            )
     return pd.DataFrame(rows)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from kveval.config import GateEndpoint
 from kveval.errors import UnknownNameError
-from kveval.power import advice, assess, detectable_margin, needed_pairs, zero_event_pairs
+from kveval.power import ASSUMED_SD, advice, assess, detectable_margin, needed_pairs, zero_event_pairs
+from kveval.records import METRICS
 
 
 def endpoint(**fields: Any) -> GateEndpoint:
@@ -45,6 +46,15 @@ def test_advice_names_what_is_needed() -> None:
         "n=16 cannot decide margin 0.1 (needs 27 pairs at a standard deviation of 0.2 nats/token); "
         "the smallest margin it can decide is about 0.13"
     )
+
+
+def test_scores_of_text_can_be_planned_before_any_is_known() -> None:
+    assert {m.name for m in METRICS.values() if m.family == "continuous"} == set(ASSUMED_SD)
+    found = assess(endpoint(metric="task_score", margin=0.05), 64, 64)
+    assert not found.decidable
+    assert found.text.startswith("n=64 cannot decide margin 0.05 (needs 225 pairs at a standard deviation of 0.3")
+    assert found.text.endswith("answer_nll on the same cell usually needs fewer")
+    assert assess(endpoint(metric="task_score", margin=0.05), 225, 225).decidable
 
 
 def test_clusters_count() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from report_records import make_config, make_data, make_records
+from report_records import make_config, make_data, make_records, with_answers, with_key_tokens
 
 from kveval.gate import decide
 from kveval.report.html import render_html, write_report
@@ -49,6 +49,45 @@ def test_the_headline_plot_is_kl_and_what_is_not_drawn_is_said():
     figures = re.findall(r'<figure id="([^"]+)"', page)
     assert figures[:2] == ["degradation_kl", "degradation"]
     assert "Exact match is not drawn: in no cell" in page
+
+
+@pytest.fixture(scope="module")
+def page():
+    records = make_records(samples=8, lengths=(512, 1024), schemes=("k8v4",))
+    records = with_answers(records, "niah_multikey", finish=("stop", "length"))
+    records = with_key_tokens(records, "perplexity", [2])
+    at = (records["task"] == "perplexity") & (records["context_length"] == 512)
+    records.loc[at, "key_tokens"] = 0
+    records.loc[at, ["answer_nll", "answer_nll_sum", "kl", "top1_flips"]] = None
+    return render_html(make_data(records, make_config(schemes=["k8v4"], context_lengths=[512, 1024], gate=None)), [])
+
+
+class TestWritten:
+    def test_task_scores_and_what_else_is_known_of_answers(self, page):
+        assert page.count("<th>task score<br>(points)</th>") == 2
+        assert "<summary>More on the answers of every cell</summary>" in page
+        for label in ("F1 of words", "edit similarity", "accepted prefix"):
+            assert f"<th>{label}<br>(lost)</th>" in page
+        assert "undecidable at this n" not in page
+
+    def test_cut_answers_and_key_tokens_are_notes(self, page):
+        notes = re.findall(r'<p class="note">(.*)</p>', page)
+        assert "perplexity at 512 tokens is non-discriminative" in " ".join(notes)
+        assert "perplexity at 1k tokens: NLL, KL and flips are over the 16 key tokens of 8 samples alone." in notes
+        assert any("4 of 8 answers of bf16 and 4 of 8 of k8v4 reached max_new_tokens (32)" in note for note in notes)
+        assert 'class="problem">niah_multikey' not in page
+
+    def test_nothing_empty_is_shown(self, page):
+        assert "nan" not in re.findall(r"<td[^>]*>([^<]*)</td>", page)
+        rows = re.findall(r'<tr><td class="l">k8v4</td><td class="l">perplexity</td><td>([^<]*)</td>', page)
+        assert rows == ["1k"]
+
+    def test_a_run_without_written_answers_has_none_of_it(self):
+        records = make_records(samples=3, lengths=(512,), schemes=("k8v4",))
+        page = render_html(make_data(records, make_config(schemes=["k8v4"], context_lengths=[512], gate=None)), [])
+        assert "undecidable at this n" in page
+        for absent in ("task score", "More on the answers", "accepted prefix", "notes on", "key token"):
+            assert absent not in page
 
 
 def test_what_users_write_is_escaped(data):

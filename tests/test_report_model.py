@@ -4,14 +4,14 @@ import math
 
 import pandas as pd
 import pytest
-from report_records import ENV, make_config, make_data, make_plan, make_records
+from report_records import ENV, make_config, make_data, make_plan, make_records, with_answers, with_key_tokens
 
 from kveval.controls import ControlResult
 from kveval.errors import StoreError
 from kveval.gate import decide
 from kveval.report.cells import DEPTH_BUCKETS, Arm, arms_of, needles_of, storage_of, timings_of, undecidable
 from kveval.report.model import build_report
-from kveval.report.rows import Loss, cell_rows, few_clusters, gate_notes, loss_text, summary_rows
+from kveval.report.rows import Loss, answer_rows, cell_rows, few_clusters, gate_notes, loss_text, summary_rows
 from kveval.stats import compare
 
 
@@ -162,6 +162,103 @@ class TestCells:
         bare = records.assign(stored_bytes=None, decode_s_per_token=math.nan)
         assert storage_of(bare, data.arms, (512,)) == ()
         assert timings_of(bare, data.arms, (512,)) == ()
+
+
+class TestWritten:
+    def test_only_what_has_a_value_is_compared(self, records, config):
+        data = make_data(with_answers(records, "niah_multikey"), config)
+        metrics = {task: {c.metric for c in data.comparisons if c.task == task} for task in data.tasks}
+        plain = {"answer_nll", "exact_match", "kl", "top1_flips"}
+        more = {"task_score", "text_f1", "edit_similarity", "accepted_prefix"}
+        assert metrics == {"niah_multikey": plain | more, "passkey_chain": plain, "perplexity": plain}
+        assert data.has("task_score")
+        assert {m.metric for m in data.means} == {"answer_nll", "exact_match", "task_score"}
+        assert all((t == "niah_multikey") == ((t, n, "task_score") in data.competence) for t, n, _ in data.competence)
+
+    def test_a_failed_samples_leftovers_are_no_value(self, records, config):
+        broken = records[records["task"] == "niah_multikey"].assign(task_score=0.5, status="error", error="x")
+        rest = records[records["task"] != "niah_multikey"]
+        data = make_data(pd.concat([broken, rest], ignore_index=True), config)
+        assert not data.has("task_score")
+        assert data.lengths_of("niah_multikey") == ()
+        assert len(cell_rows(data)) == 2 * 2 * 4
+
+    def test_needles_are_of_the_task_score(self, records, data):
+        written = with_answers(records, "niah_multikey")
+        one = next(n for n in needles_of(written, data.arms) if (n.arm.scheme, n.context_length) == ("mxfp4", 2048))
+        at = (written["scheme"] == "mxfp4") & (written["task"] == "niah_multikey") & (written["context_length"] == 2048)
+        assert one.metric == "task_score"
+        assert one.value == written[at & (written["depth"] < 1 / DEPTH_BUCKETS)]["task_score"].mean()
+        assert {n.metric for n in data.needles} == {"exact_match"}
+
+    def test_the_sentence_of_the_worst_task_tells_its_score(self, records, config):
+        data = make_data(with_answers(with_answers(records, "niah_multikey"), "passkey_chain"), config)
+        assert all(" points of task score" in sentence for sentence in data.sentences)
+        silent = with_answers(with_answers(records, "niah_multikey"), "passkey_chain").assign(task_score=0.0)
+        assert not any("task score" in sentence for sentence in make_data(silent, config).sentences)
+
+    def test_rows_have_the_mean_score_and_every_loss(self, records, config):
+        written = with_answers(records, "niah_multikey")
+        data = make_data(written, config)
+        rows = answer_rows(data)
+        assert len(rows) == 2 * 4
+        row = next(r for r in rows if (r.scheme, r.context) == ("mxfp4", "2k"))
+        at = (written["scheme"] == "mxfp4") & (written["task"] == "niah_multikey") & (written["context_length"] == 2048)
+        assert row.score == f"{100 * written[at]['task_score'].mean():.3g}"
+        score = data.comparison(Arm("mxfp4", "scheme"), "niah_multikey", 2048, "task_score")
+        assert row.task_score == loss_text(score)
+        assert len(row.details) == 3
+        assert {r.task_score.text for r in cell_rows(data) if r.task != "niah_multikey"} == {"–"}
+
+    def test_thoughts_that_were_cut_are_a_problem(self, records, config):
+        data = make_data(with_answers(records, "niah_multikey", finish=("stop", "thinking", "length")), config)
+        assert data.problems == tuple(
+            f"niah_multikey at {n} tokens: 8 of 24 answers of bf16 and 8 of 24 of each format were still thinking at "
+            "max_new_tokens (32) and have no score; raise it. The task score is over the other samples alone."
+            for n in ("512", "2k")
+        )
+        assert data.comparison(Arm("k8v4", "scheme"), "niah_multikey", 512, "task_score").n_pairs == 16
+
+    def test_cut_answers_are_a_note_and_crush_does_not_count(self, records, config):
+        written = with_answers(records, "niah_multikey")
+        written.loc[(written["role"] == "crush") & written["finish_reason"].notna(), "finish_reason"] = "length"
+        assert make_data(written, config).notes == ()
+        some = (written["scheme"] == "mxfp4") & (written["context_length"] == 512) & (written["sample_index"] < 5)
+        written.loc[some & written["finish_reason"].notna(), "finish_reason"] = "length"
+        (note,) = make_data(written, config).notes
+        cut = "0 of 24 answers of bf16 and up to 5 of 24 of mxfp4 reached max_new_tokens (20) "
+        assert note.startswith(f"niah_multikey at 512 tokens: {cut}")
+        assert make_data(written, config).problems == ()
+
+    def test_places_are_in_bands_of_equal_width(self, records, config):
+        data = make_data(with_answers(records, "niah_multikey", places=30), config)
+        of = [p for p in data.positions if (p.arm.scheme, p.context_length) == ("mxfp4", 512)]
+        assert [(p.first, p.last) for p in of] == [(1 + 3 * i, 3 + 3 * i) for i in range(10)]
+        assert {p.n for p in of} == {24}
+
+    def test_answers_of_different_lengths_share_bands(self, records, config):
+        few = with_answers(records, "niah_multikey", places=2)
+        at = few.index[(few["scheme"] == "mxfp4") & few["position_scores"].notna() & (few["context_length"] == 512)]
+        few.at[at[0], "position_scores"] = [1.0, 0.0, 0.5]
+        of = [p for p in make_data(few, config).positions if (p.arm.scheme, p.context_length) == ("mxfp4", 512)]
+        assert [(p.first, p.n) for p in of] == [(1, 24), (2, 24), (3, 1)]
+        assert of[2].value == 0.5
+
+    def test_key_tokens_are_counted_and_none_are_not_missing(self, records, config):
+        data = make_data(with_key_tokens(records, "perplexity", [0, 2, 4]), config)
+        assert data.problems == ()
+        assert data.notes[0] == (
+            "perplexity at 512 tokens: NLL, KL and flips are over the 48 key tokens of 24 samples alone (8 of them "
+            "have none)."
+        )
+        loss = data.comparison(Arm("k8v4", "scheme"), "perplexity", 512, "answer_nll")
+        assert (loss.n_pairs, loss.n_missing_scheme, loss.n_missing_baseline) == (16, 0, 0)
+
+    def test_a_cell_without_key_tokens_shows_nothing(self, records, config):
+        data = make_data(with_key_tokens(records, "perplexity", [0]), config)
+        assert data.notes[0].startswith("perplexity at 512 tokens is non-discriminative: no token of its 24 samples")
+        assert not any(c.task == "perplexity" for c in data.comparisons)
+        assert not any(r.task == "perplexity" for r in cell_rows(data))
 
 
 class TestRows:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import matplotlib as mpl
 import numpy as np
 import pytest
-from report_records import EFFECT, make_config, make_data, make_records
+from report_records import EFFECT, make_config, make_data, make_records, with_answers
 
 from kveval.report.cells import Arm
 from kveval.report.exchange import exchange_plot, frontier
@@ -26,6 +26,7 @@ from kveval.report.plots import (
     degradation_plot,
     quality_plot,
 )
+from kveval.report.position_plot import position_plot
 from kveval.stats import Estimate
 
 SCHEMES = ("k8v4", "mxfp4")
@@ -210,11 +211,56 @@ def test_needles_leave_out_what_was_not_measured():
     assert len(top.images) == 3
     assert len(change.images) == 2
     squares = [t for t in top.texts if round(t.get_position()[0]) == 0]
-    assert len(squares) == 2
+    assert len([t for t in squares if t.get_text() == "n=1"]) == 2
+    assert len([t for t in squares if t.get_text() != "n=1"]) == 2
+    assert "Small print: where a square is 2 samples or fewer, how many." in plot.caption
     assert set(plot.data.n) == {1}
     image = top.images[0].get_array()
     assert mpl.colors.to_hex(image[4, 0]) == "#d9d9d9"
     assert all(t.get_text() not in ("0", "+0") for t in change.texts)
+
+
+@pytest.fixture(scope="module")
+def written():
+    records = make_records(samples=20, lengths=(512, 2048), schemes=SCHEMES)
+    records = with_answers(with_answers(records, "niah_multikey"), "passkey_chain", places=30)
+    return make_data(records, make_config(schemes=list(SCHEMES), context_lengths=[512, 2048], gate=None))
+
+
+class TestWritten:
+    def test_score_and_places_are_drawn_too(self, written):
+        names = [plot.name for plot in all_plots(written)]
+        assert {"degradation_task_score", "quality_task_score", "positions_passkey_chain"} <= set(names)
+        assert names.index("needles_niah_multikey") < names.index("positions_passkey_chain") < names.index("quality")
+
+    def test_no_share_is_above_all(self, written):
+        for axes in quality_plot(written, "task_score").figure.axes:
+            assert 0 <= axes.get_ylim()[0] < axes.get_ylim()[1] <= 102
+
+    def test_needles_show_the_task_score_and_say_so(self, written):
+        plot = needle_plot(written, "niah_multikey")
+        assert "task score" in plot.title
+        assert "Shown: the task's own score" in plot.caption
+        assert "Small print" not in plot.caption
+        assert plot.figure.axes[2].get_ylabel() == "task score (%)"
+        at = (plot.data.scheme == "mxfp4") & (plot.data.context_length == 512) & (plot.data.depth_from == 0.0)
+        needle = next(
+            n for n in written.needles if (n.arm.scheme, n.context_length, n.bucket) == ("mxfp4", 512, 0)
+        )  # fmt: skip
+        assert plot.data[at].task_score.item() == needle.value
+        assert not any(t.get_text().startswith("n=") for t in plot.figure.axes[0].texts)
+
+    def test_places_have_a_panel_per_length_and_the_baseline_dashed(self, written):
+        plot = position_plot(written, "passkey_chain")
+        assert [axes.get_title("left") for axes in plot.figure.axes] == ["512 tokens", "2k tokens"]
+        lines = plot.figure.axes[1].get_lines()
+        assert len(lines) == 4  # baseline, two schemes, crush
+        (dashed,) = [line for line in lines if line.get_linestyle() == "--"]
+        of = [p for p in written.positions if (p.arm.role, p.context_length) == ("baseline", 2048)]
+        assert list(dashed.get_ydata()) == [100 * p.value for p in of]
+        assert list(dashed.get_xdata()) == [2 + 3 * i for i in range(10)]
+        assert set(plot.data.columns) >= {"place_from", "place_to", "score", "n"}
+        assert "up to 3 neighbouring places and 20 samples" in plot.caption
 
 
 def test_the_axis_turns_logarithmic_where_real_formats_would_vanish(monkeypatch):

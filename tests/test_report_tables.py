@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from report_records import ENV, make_config, make_data, make_plan, make_records
+from report_records import ENV, make_config, make_data, make_plan, make_records, with_answers, with_key_tokens
 from rich.console import Console
 
 from kveval.capacity import Budget, get_gpu, sessions_table
@@ -75,6 +75,51 @@ def test_columns_that_do_not_fit_are_left_out(data):
         66: ["KL", "answer NLL", "exact match"],
         54: ["KL", "answer NLL"],
     }
+
+
+@pytest.fixture(scope="module")
+def written():
+    records = make_records(samples=12, lengths=(512,), schemes=("k8v4",))
+    records = with_answers(records, "niah_multikey", places=5, finish=("stop", "length", "thinking"))
+    records = with_key_tokens(records, "perplexity", [0, 4])
+    return make_data(records, make_config(schemes=["k8v4"], context_lengths=[512], gate=None))
+
+
+def test_task_scores_have_a_column_where_there_are_any(written):
+    columns = {}
+    for width in (100, 74, 64, 52):
+        lines = printed(terminal_report(written), width=width).splitlines()
+        (head,) = [line for line in lines if line.startswith("format")]
+        columns[width] = [n for n in ("KL", "answer NLL", "exact match", "task score", "samples") if n in head]
+    assert columns[100] == ["KL", "answer NLL", "exact match", "task score", "samples"]
+    assert columns[52] == ["KL", "answer NLL"]
+    assert "task score" in columns[74]
+    assert "exact match and task score in points" in printed(terminal_report(written))
+
+
+def test_thoughts_that_were_cut_are_told_in_the_terminal(written):
+    text = " ".join(printed(terminal_report(written)).split())
+    assert "4 of 12 answers of bf16 and 4 of 12 of k8v4 were still thinking at max_new_tokens (32)" in text
+    assert "reached max_new_tokens" not in text
+    assert "perplexity at 512 tokens: NLL, KL and flips are over the 24 key tokens of 12 samples alone" in text
+
+
+def test_report_json_tells_of_written_answers(written):
+    plain = json.loads(json.dumps(report_json(written), allow_nan=False))
+    assert plain["answers"][0] == {
+        "arm": {"scheme": "bf16", "role": "baseline"},
+        "task": "niah_multikey",
+        "context_length": 512,
+        "n": 12,
+        "at_length": 4,
+        "thinking": 4,
+        "max_new_tokens": 32,
+        "stopped": 4,
+    }
+    assert plain["key_tokens"] == [{"task": "perplexity", "context_length": 512, "tokens": 24, "n": 12, "without": 6}]
+    assert {c["metric"] for c in plain["cells"] if c["task"] == "perplexity"} == {"answer_nll", "kl", "top1_flips"}
+    assert [p["first"] for p in plain["positions"] if p["arm"]["role"] == "baseline"] == [1, 2, 3, 4, 5]
+    assert len(plain["notes"]) == 2
 
 
 def test_few_clusters_are_told(data):

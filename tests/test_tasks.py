@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_texts import write_book, write_code
 from tiny_tokenizer import tiny_tokenizer
 
 from kveval.errors import ConfigError, LengthError, TaskError, UnknownNameError
@@ -27,7 +28,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "passkey_chain": {"hops": 2},
     "near_duplicate_keys": {"mates": 2},
     "perplexity": {"scored_tokens": 64},
+    "long_ppl": {"scored_tokens": 64, "short_window": 32},
+    "code_identifier": {},
+    "code_completion": {"lines": 1},
+    "long_generation": {"steps": 3, "boxes": 3},
 }
+PLAIN = ("perplexity", "long_ppl", "code_identifier", "code_completion")
+"""Tasks whose prompts are plain text behind BOS."""
+OWN_TESTS = ("traffic",)
+"""Tasks whose samples are a user's: not of exact length, not different for every seed."""
 # Raise a task's VERSION when one of these has to change.
 GOLDEN = {
     ("niah_single", 1): "d442196d563378f4",
@@ -68,19 +77,21 @@ def prompt(request, loaded):
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory) -> str:
-    """A made-up text of 300 paragraphs, the same on every machine."""
-    path = tmp_path_factory.mktemp("texts") / "book.txt"
-    write_book(path)
-    return f"file:{path}"
+    """A made-up text; made-up code lies beside it."""
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def write_book(path: Path) -> None:
-    sentences = ("The sun shines on hill {}.", "We walk home by road {} again.", "What do you hold, number {}?")
-    path.write_text("\n\n".join(" ".join(s.format(i * i) for s in sentences) for i in range(300)))
+def write_texts(folder: Path) -> str:
+    write_book(folder / "book.txt")
+    (folder / "code").mkdir()
+    write_code(folder / "code")
+    return f"file:{folder}/book.txt"
 
 
 def small(name: str, book: str) -> Any:
-    return load_task(name, SMALL[name] | ({"corpus": book} if name == "perplexity" else {}))
+    code = book.replace("book.txt", "code/*.py")
+    corpus = {name: {"corpus": code if name.startswith("code") else book} for name in PLAIN}
+    return load_task(name, SMALL[name] | corpus.get(name, {}))
 
 
 def make(name: str, prompt: PromptTemplate, book: str, length: int = 512, n: int = 4, seed: int = 7) -> list[Sample]:
@@ -91,13 +102,13 @@ def fingerprint(samples: list[Sample]) -> str:
     return digest("samples", [[s.id, s.prompt_ids, s.answer_ids, s.depth, s.cluster] for s in samples])
 
 
-@pytest.fixture(params=known_tasks())
+@pytest.fixture(params=SMALL)
 def name(request):
     return request.param
 
 
 def test_every_bundled_task_is_in_the_contract():
-    assert set(known_tasks()) == set(SMALL)
+    assert set(known_tasks()) == {*SMALL, *OWN_TESTS}
 
 
 @pytest.mark.parametrize("length", [256, 512, 1000, 4096])
@@ -121,7 +132,7 @@ def test_seed_changes_the_samples(name, prompt, book):
 
 def test_no_special_token_in_the_text(name, prompt, book):
     special = {i for i, token in prompt.tokenizer.added_tokens_decoder.items() if token.special}
-    around = prompt.bos_ids if name == "perplexity" else prompt.head_ids + prompt.tail("", "")
+    around = prompt.bos_ids if name in PLAIN else prompt.head_ids + prompt.tail("", "")
     for sample in make(name, prompt, book):
         assert [i for i in sample.prompt_ids if i in special] == [i for i in around if i in special]
         assert not special.intersection(sample.answer_ids)
@@ -135,15 +146,15 @@ def test_golden_digest_per_version(name, loaded, book):
 
 
 def test_two_processes_with_other_hash_seeds_agree(tmp_path, loaded):
-    write_book(tmp_path / "book.txt")
+    book = write_texts(tmp_path)
     script = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "from test_tasks import *\n"
         "p = PromptTemplate.from_tokenizer(tiny_tokenizer())\n"
-        "print({n: fingerprint(make(n, p, sys.argv[3])) for n in known_tasks()})"
+        "print({n: fingerprint(make(n, p, sys.argv[3])) for n in SMALL})"
     )
     here = Path(__file__).parent
-    command = [sys.executable, "-c", script, str(here), str(here.parent), f"file:{tmp_path}/book.txt"]
+    command = [sys.executable, "-c", script, str(here), str(here.parent), book]
     running = [
         subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
         for seed in ("1", "2")

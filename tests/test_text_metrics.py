@@ -66,6 +66,8 @@ def test_f1_of_words(text: str, reference: str, score: float) -> None:
 def test_exact_text_forgives_case_spaces_and_a_full_stop() -> None:
     assert text_exact_match("  New   York.\n", ["new york"]) == 1.0
     assert text_exact_match("New York City", ["new york"]) == 0.0
+    assert text_exact_match("1111111, 2222222, 3333333, 4444444.", FOUR) == 1.0
+    assert text_exact_match("2222222, 1111111, 3333333, 4444444.", FOUR) == 0.0
 
 
 def test_edit_similarity() -> None:
@@ -73,6 +75,7 @@ def test_edit_similarity() -> None:
     assert edit_similarity("return y", ["return x"]) == pytest.approx(2 * 7 / 16)
     assert edit_similarity("", ["return x"]) == 0.0
     assert edit_similarity("abcd", ["zzzz", "abcx"]) == pytest.approx(2 * 3 / 8)
+    assert edit_similarity("ab, cd", ["ab", "cd"]) == 1.0
 
 
 def test_line_match_looks_at_the_first_line() -> None:

@@ -321,7 +321,7 @@ class KVScheme(BaseModel):
 
     @property
     def blind_to_later(self) -> bool:
-        """Whether a token is stored the same whatever tokens follow it: nothing is grouped over tokens or kept recent."""
+        """Whether a token is stored the same whatever follows it: nothing is grouped over tokens or kept recent."""
         return self.residual_length == 0 and all(side.unit == 1 for side in self._formats())
 
     @property

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEPTH_BUCKETS",
+    "DETAIL_METRICS",
     "LOSS_METRICS",
     "TABLE_METRICS",
     "Arm",
@@ -32,13 +33,16 @@ __all__ = [
 DEPTH_BUCKETS = 5
 """Bands of equal height into which needle depths are sorted."""
 
-LOSS_METRICS = ("answer_nll", "exact_match")
+LOSS_METRICS = ("answer_nll", "exact_match", "task_score")
 """Metrics that are drawn and ranked."""
 
-TABLE_METRICS = (*LOSS_METRICS, "kl", "top1_flips")
-"""Metrics that are compared with the baseline and stand in the full table."""
+DETAIL_METRICS = ("text_f1", "edit_similarity", "accepted_prefix")
+"""Metrics of answers that stand in a table of their own."""
 
-_ESTIMATE_COLUMNS = ("task", "context_length", "scheme", "role", "sample_id", "cluster", "status")
+TABLE_METRICS = (*LOSS_METRICS, "kl", "top1_flips", *DETAIL_METRICS)
+"""Metrics that are compared with the baseline."""
+
+_ESTIMATE_COLUMNS = ("task", "context_length", "scheme", "role", "sample_id", "cluster", "status", "key_tokens")
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,13 @@ class Mean:
 
 @dataclass(frozen=True)
 class Needle:
-    """Share of exact matches among `n` samples whose needle lies in one band of depths (0 = the start)."""
+    """Mean of `metric`, from 0 to 1, over `n` samples whose needle lies in one band of depths (0 = the start)."""
 
     arm: Arm
     task: str
     context_length: int
     bucket: int
+    metric: str
     value: float
     n: int
 
@@ -124,20 +129,24 @@ def estimate_cells(
     lengths: Sequence[int],
     confidence: float,
 ) -> tuple[tuple[Mean, ...], tuple[Comparison, ...], dict[tuple[str, int, str], str]]:
-    """Means, comparisons and competence (by task, length, metric) of every cell that has records."""
+    """Means, comparisons and competence (by task, length, metric) of every cell, in each metric that has a value there.
+
+    A sample without a key token has no tokens to judge: it is not missing from what is judged by the token.
+    """
     means: list[Mean] = []
     comparisons: list[Comparison] = []
     rooms: dict[tuple[str, int, str], str] = {}
     narrow = records[[*_ESTIMATE_COLUMNS, *TABLE_METRICS]]
-    text = [c for c in _ESTIMATE_COLUMNS if c != "context_length"]
+    text = [c for c in _ESTIMATE_COLUMNS if c not in ("context_length", "key_tokens")]
     narrow = narrow.astype(dict.fromkeys(text, object))  # searched twice as fast as pandas' own strings
     for task in tasks:
         for length in lengths:
             # Every estimate searches the frame that it is given, so it is given no more than it needs.
-            cell = narrow[(narrow["task"] == task) & (narrow["context_length"] == length)]
-            if cell.empty:
-                continue
-            for metric in TABLE_METRICS:
+            whole = narrow[(narrow["task"] == task) & (narrow["context_length"] == length)]
+            keyed = whole[whole["key_tokens"] != 0]
+            measured = whole.loc[whole["status"] == "ok", list(TABLE_METRICS)].notna().any()
+            for metric in (m for m in TABLE_METRICS if measured[m]):
+                cell = keyed if METRICS[metric].of == "tokens" else whole
                 rooms[task, length, metric] = competence(cell, metric=metric, task=task, context_length=length)
                 for arm in arms:
                     about: dict[str, Any] = {
@@ -156,16 +165,21 @@ def estimate_cells(
 
 
 def needles_of(records: pd.DataFrame, arms: Sequence[Arm]) -> tuple[Needle, ...]:
-    """Exact-match shares by depth, over the ok samples that have a depth."""
-    ok = records[(records["status"] == "ok") & records["depth"].notna() & records["exact_match"].notna()]
-    bucket = (ok["depth"].astype(float) * DEPTH_BUCKETS).astype(int).clip(0, DEPTH_BUCKETS - 1)
-    keys = ["scheme", "role", "task", "context_length"]
-    grouped = ok.assign(bucket=bucket).groupby([*keys, "bucket"], sort=True)["exact_match"]
-    return tuple(
-        Needle(Arm(scheme, role), task, int(length), int(band), float(values.mean()), len(values))
-        for (scheme, role, task, length, band), values in grouped
-        if Arm(scheme, role) in arms
-    )
+    """Scores by depth, over the ok samples that have one: the task score where answers were written, else matches."""
+    deep = records[(records["status"] == "ok") & records["depth"].notna()]
+    needles: list[Needle] = []
+    for task, of in deep.groupby("task", sort=True):
+        metric = "task_score" if of["task_score"].notna().any() else "exact_match"
+        ok = of[of[metric].notna()]
+        bucket = (ok["depth"].astype(float) * DEPTH_BUCKETS).astype(int).clip(0, DEPTH_BUCKETS - 1)
+        keys = ["scheme", "role", "context_length", "bucket"]
+        grouped = ok.assign(bucket=bucket)[[*keys, metric]].groupby(keys, sort=True)[metric]
+        needles += [
+            Needle(Arm(scheme, role), str(task), int(length), int(band), metric, float(values.mean()), len(values))
+            for (scheme, role, length, band), values in grouped
+            if Arm(scheme, role) in arms
+        ]
+    return tuple(needles)
 
 
 def timings_of(records: pd.DataFrame, arms: Sequence[Arm], lengths: Sequence[int]) -> tuple[Timing, ...]:

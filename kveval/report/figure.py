@@ -58,6 +58,7 @@ __all__ = [
     "new_figure",
     "plot_name",
     "render",
+    "slug",
     "spread",
     "style_of",
     "styled",
@@ -162,6 +163,11 @@ def spread(numbers: Sequence[int]) -> str:
 def plot_name(kind: str, metric: str) -> str:
     """File name of a plot: the main metric's has the plain name."""
     return kind if metric == LOSS_METRICS[0] else f"{kind}_{metric}"
+
+
+def slug(text: str) -> str:
+    """A task's label as part of a file name."""
+    return "".join(ch if ch.isalnum() or ch in "-_" else "-" for ch in text)
 
 
 def loss_unit(metric: str) -> tuple[float, str]:

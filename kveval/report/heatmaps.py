@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from kveval.capacity import format_tokens
 from kveval.exchange_rate import interval_decimals
 from kveval.records import METRICS
-from kveval.report.cells import DEPTH_BUCKETS, Arm
+from kveval.report.cells import DEPTH_BUCKETS, Arm, Needle
 from kveval.report.figure import (
     Plot,
     caption,
@@ -26,6 +26,7 @@ from kveval.report.figure import (
     loss_unit,
     new_figure,
     plot_name,
+    slug,
     spread,
     styled,
     wrapped,
@@ -36,6 +37,9 @@ from kveval.stats import Comparison
 __all__ = ["matrix_plot", "needle_plot"]
 
 MISSING = "#d9d9d9"
+
+FEW = 2
+"""Samples behind a square of a heat map up to which it says how many they are."""
 
 Grid = npt.NDArray[np.float64]
 
@@ -111,7 +115,8 @@ def needle_plot(data: ReportData, task: str) -> Plot:
     rows = [n for n in data.needles if n.task == task and n.arm in arms]
     lengths = sorted({n.context_length for n in rows})
     grids = {arm: _needle_grid(data, arm, task, lengths) for arm in arms}
-    title = f"{task}: needles found (%), by depth and context length"
+    scored = any(n.metric == "task_score" for n in rows)
+    title = f"{task}: {'task score' if scored else 'needles found'} (%), by depth and context length"
     width = max(0.42 * len(lengths), 0.95)  # inches of an arm: its squares, or its name
     step = len(lengths) * (1 + 0.12 / width)  # the same in squares, with the gap to the next arm
     with styled(grid=False):
@@ -120,7 +125,8 @@ def needle_plot(data: ReportData, task: str) -> Plot:
         shares = ScalarMappable(Normalize(0, 1), _with_grey("cividis"))
         changes = ScalarMappable(Normalize(-1, 1), _with_grey("PuOr"))
         for at, arm in enumerate(arms):
-            _heat(panels[0], grids[arm], at * step, shares, signed=False)
+            counts = _needle_grid(data, arm, task, lengths, of="n")
+            _heat(panels[0], grids[arm], at * step, shares, signed=False, counts=counts)
             if at:
                 _heat(panels[1], grids[arm] - grids[arms[0]], at * step, changes, signed=True)
         middle = (len(lengths) - 1) / 2
@@ -136,11 +142,16 @@ def needle_plot(data: ReportData, task: str) -> Plot:
         panels[1].text(middle, 2, f"change from\n{arms[0].scheme}\n(points)", ha="center", va="center", fontsize=8)
         panels[0].set_ylabel("depth of the needle\n(0 % = start)")
         panels[1].set_xlabel("context length (tokens)", fontsize=8)
-        _colour_bar(figure, panels[0], shares, "exact match (%)", {0: "0", 0.5: "50", 1: "100"})
+        _colour_bar(
+            figure, panels[0], shares, "task score (%)" if scored else "exact match (%)", {0: "0", 0.5: "50", 1: "100"}
+        )
         _colour_bar(figure, panels[1], changes, "points", {-1: "-100", 0: "0", 1: "+100"})
+        what = "the task's own score of the answers that the model wrote" if scored else "answers that match exactly"
+        few = f" Small print: where a square is {FEW} samples or fewer, how many." if _few(rows) else ""
         text = caption(
             data,
-            f"Grey: no sample. White without a number: no change. Samples per square: {spread([n.n for n in rows])}. "
+            f"Shown: {what}. Grey: no sample. White without a number: no change. "
+            f"Samples per square: {spread([n.n for n in rows])}.{few} "
             "Look for patterns here, and for sizes in the loss plot.",
         )
         footnote(figure, text)
@@ -151,19 +162,25 @@ def needle_plot(data: ReportData, task: str) -> Plot:
             "context_length": [n.context_length for n in rows],
             "depth_from": [n.bucket / DEPTH_BUCKETS for n in rows],
             "depth_to": [(n.bucket + 1) / DEPTH_BUCKETS for n in rows],
-            "exact_match": [n.value for n in rows],
+            "task_score" if scored else "exact_match": [n.value for n in rows],
             "n": [n.n for n in rows],
         }
     )
-    return Plot(f"needles_{_slug(task)}", title, text, figure, frame)
+    return Plot(f"needles_{slug(task)}", title, text, figure, frame)
 
 
-def _needle_grid(data: ReportData, arm: Arm, task: str, lengths: Sequence[int]) -> Grid:
-    """Shares of shape (depth buckets, lengths); NaN where nothing was measured."""
+def _few(needles: Iterable[Needle]) -> bool:
+    return any(n.n <= FEW for n in needles)
+
+
+def _needle_grid(
+    data: ReportData, arm: Arm, task: str, lengths: Sequence[int], *, of: Literal["value", "n"] = "value"
+) -> Grid:
+    """Scores, or numbers of samples, of shape (depth buckets, lengths); NaN where nothing was measured."""
     grid = np.full((DEPTH_BUCKETS, len(lengths)), np.nan)
     for n in data.needles:
         if (n.arm, n.task) == (arm, task):
-            grid[n.bucket, lengths.index(n.context_length)] = n.value
+            grid[n.bucket, lengths.index(n.context_length)] = getattr(n, of)
     return grid
 
 
@@ -171,15 +188,24 @@ def _with_grey(name: str) -> Colormap:
     return mpl.colormaps[name].with_extremes(bad=MISSING)
 
 
-def _heat(axes: Axes, grid: Grid, left: float, scale: ScalarMappable, *, signed: bool) -> None:
-    """Draw `grid` with its first column at x = `left`. A change of nothing bears no number."""
+def _heat(
+    axes: Axes, grid: Grid, left: float, scale: ScalarMappable, *, signed: bool, counts: Grid | None = None
+) -> None:
+    """Draw `grid` with its first column at x = `left`. A change of nothing bears no number.
+
+    Where `counts` says that few samples are behind a square, their number stands under its value.
+    """
     colours_YXC = scale.to_rgba(np.ma.masked_invalid(grid))
     height, width = grid.shape
     axes.imshow(colours_YXC, aspect="auto", extent=(left - 0.5, left + width - 0.5, height - 0.5, -0.5))
     for (y, x), value in np.ndenumerate(grid):
         if not np.isnan(value) and (value or not signed):
             text = f"{round(100 * value):{'+' if signed else ''}d}"
-            axes.text(left + x, y, text, ha="center", va="center", fontsize=7.5, color=_ink(colours_YXC[y, x]))
+            few = counts is not None and counts[y, x] <= FEW
+            look: dict[str, Any] = {"ha": "center", "va": "center", "color": _ink(colours_YXC[y, x])}
+            axes.text(left + x, y - 0.12 * few, text, fontsize=7.5, **look)
+            if counts is not None and few:
+                axes.text(left + x, y + 0.31, f"n={counts[y, x]:.0f}", fontsize=4.5, **look)
 
 
 def _colour_bar(figure: Figure, axes: Axes, scale: ScalarMappable, label: str, ticks: Mapping[float, str]) -> None:
@@ -201,8 +227,3 @@ def _bare(axes: Axes) -> None:
 def _label(arm: Arm) -> str:
     name = wrapped(arm.scheme)
     return f"{name}\n(control)" if arm.role == "crush" else name
-
-
-def _slug(text: str) -> str:
-    """A task's label as part of a file name."""
-    return "".join(ch if ch.isalnum() or ch in "-_" else "-" for ch in text)

@@ -12,21 +12,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kveval.capacity import GIB, format_tokens, get_gpu
 from kveval.records import METRICS
-from kveval.report.cells import LOSS_METRICS
+from kveval.report.cells import DETAIL_METRICS, LOSS_METRICS
 from kveval.report.figure import Plot, write_plot
 from kveval.report.layers import bias_sentence, layer_rows, layer_sentences, probed
 from kveval.report.model import ReportData
 from kveval.report.native import hardware_sentences, native_rows, ran_on, reason_sentences, widening_sentence
 from kveval.report.plots import all_plots
-from kveval.report.rows import cell_rows, few_clusters, gate_notes, loss_text, summary_rows
+from kveval.report.rows import BRIEF, answer_rows, cell_rows, few_clusters, gate_notes, loss_text, summary_rows
 
 __all__ = ["render_html", "write_report"]
 
 LAYER_PLOT = "layer_errors"
 """Name of the plot that stands in a section of its own."""
 
-MAIN_PLOTS = ("degradation", "exchange", "matrix", "needles")
+MAIN_PLOTS = ("degradation", "exchange", "matrix", "needles", "positions")
 """Kinds of plots that stand in the page; the others are folded away."""
+
+FOLDED = ("degradation_exact_match", "exchange_exact_match", "matrix_exact_match", "exchange_task_score",
+          "matrix_task_score")  # fmt: skip
+"""Plots that are folded away whatever their kind."""
 
 
 def write_report(run_dir: str | Path, data: ReportData) -> Path:
@@ -54,12 +58,18 @@ def render_html(data: ReportData, plots: Sequence[tuple[Plot, bytes]]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["tokens"] = format_tokens
+    scored = data.has("task_score")
+    # One more column leaves no room for what is told in full where there is none.
+    environment.filters["brief"] = lambda text: BRIEF.get(text, text) if scored else text
     figures = [_figure(plot, svg) for plot, svg in plots]
     return environment.get_template("report.html").render(
         data=data,
         summary=summary_rows(data),
         baseline_sessions=data.sessions[data.baseline, data.context_lengths[-1]].floored,
         cells=cell_rows(data),
+        scored=scored,
+        answers=answer_rows(data),
+        details=[METRICS[m].label for m in DETAIL_METRICS],
         figures=[f for f in figures if f["main"]],
         more_figures=[f for f in figures if not f["main"] and f["name"] != LAYER_PLOT],
         layer_figure=next((f for f in figures if f["name"] == LAYER_PLOT), None),
@@ -80,7 +90,7 @@ def _figure(plot: Plot, svg: bytes) -> dict[str, Any]:
     # An <img> keeps the identifiers inside each SVG apart; several inline <svg> would share one namespace.
     source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
     kind = plot.name.split("_")[0]
-    main = kind in MAIN_PLOTS and not plot.name.endswith("_exact_match")
+    main = kind in MAIN_PLOTS and plot.name not in FOLDED
     return {
         "name": plot.name,
         "title": plot.title,
@@ -147,7 +157,11 @@ def _facts(data: ReportData) -> list[tuple[str, str]]:
     gpu = get_gpu(capacity["gpu"])
     group = f"{capacity['tensor_parallel']} x " if capacity["tensor_parallel"] > 1 else ""
     notes = {note for s in data.sessions.values() for note in s.notes}
-    tasks = (f"{t['label']} ({t['samples'] or config['samples']} samples)" for t in config["tasks"])
+    written = {e.task for e in data.endings}
+    tasks = (
+        f"{t['label']} ({t['samples'] or config['samples']} samples{', answers written' * (t['label'] in written)})"
+        for t in config["tasks"]
+    )
     counted = (
         f"counted for {group}{gpu.card} ({gpu.memory_bytes / GIB:.1f} GiB as its driver reports), "
         f"{capacity['reserve']:.0%} of it kept free, in blocks of {capacity['block_size']} tokens."

@@ -13,8 +13,19 @@ import numpy as np
 
 from kveval.capacity import Sessions, format_tokens
 from kveval.errors import StoreError
-from kveval.exchange_rate import ExchangeRate, exchange_rate
-from kveval.records import Role
+from kveval.exchange_rate import ExchangeRate, exchange_rate, format_loss
+from kveval.records import METRICS, Role
+from kveval.report.answers import (
+    Ending,
+    KeyTokens,
+    PositionScore,
+    cut_sentences,
+    endings_of,
+    key_token_sentences,
+    key_tokens_of,
+    positions_of,
+    thinking_problems,
+)
 from kveval.report.cells import (
     LOSS_METRICS,
     Arm,
@@ -53,14 +64,18 @@ class ReportData:
         tone: How the headline is to be coloured.
         sentences: One exchange rate in words per scheme, at the longest context, on its worst task.
         arms, tasks, context_lengths: What was measured, in the plan's order.
-        means: Per cell and metric of `LOSS_METRICS`, every arm.
-        comparisons: Per cell and metric of `TABLE_METRICS`, of schemes and of both controls.
+        means: Per cell and metric of `LOSS_METRICS` that has a value in the cell, every arm.
+        comparisons: Per cell and metric of `TABLE_METRICS` that has a value there, of schemes and of both controls.
         exchange: Per scheme, task, length and metric of `LOSS_METRICS`.
-        competence: (task, length, metric) -> "ok", "floor" or "ceiling".
+        competence: (task, length, metric) -> "ok", "floor" or "ceiling", where the metric has a value.
         margins: (metric, task, length) -> margin that the gate declared for `gate_scheme`.
         by_kernels: Whether times are those of kernels that read packed bytes (else of the reference path, which
             unpacks with plain PyTorch and whose times say nothing about serving).
         problems: Sentences about what is missing or errored; empty when all is there.
+        notes: Sentences that a reader needs to understand figures, and that are no cause for alarm.
+        endings: How the answers that the model wrote ended, per arm and cell.
+        positions: Scores by place in the answer that the model wrote.
+        key_tokens: Per cell of a task that scores key tokens alone, how many there are.
         layers: What storage does in each layer; None where the run did not measure it.
         native: How each scheme is stored, read and multiplied on the run's machine; None where that is not recorded.
         attention_paths: By scheme, the ways in which its samples were attended to.
@@ -94,6 +109,10 @@ class ReportData:
     layers: LayerErrors | None = None
     native: NativePaths | None = None
     attention_paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    positions: tuple[PositionScore, ...] = ()
+    key_tokens: tuple[KeyTokens, ...] = ()
 
     def of_role(self, *roles: Role) -> tuple[Arm, ...]:
         """The arms in any of `roles`."""
@@ -126,7 +145,12 @@ class ReportData:
 
     def lengths_of(self, task: str) -> tuple[int, ...]:
         """The context lengths that `task` was run at."""
-        return tuple(n for n in self.context_lengths if (task, n, LOSS_METRICS[0]) in self.competence)
+        run = {length for of, length, _ in self.competence if of == task}
+        return tuple(n for n in self.context_lengths if n in run)
+
+    def has(self, metric: str) -> bool:
+        """Whether any cell has a value of `metric`."""
+        return any(of == metric for _, _, of in self.competence)
 
     def decidable(self, metric: str) -> bool:
         """Whether any scheme's loss of `metric` is known well enough to be drawn (see `undecidable`)."""
@@ -174,6 +198,7 @@ def build_report(
     means, comparisons, rooms = estimate_cells(records, arms, tasks, lengths, confidence)
     timings = timings_of(records, arms, lengths)
     by_kernels = _by_kernels(records)
+    endings, key_tokens = endings_of(records, arms, tasks), key_tokens_of(records, tasks)
     data = ReportData(
         name=config["name"],
         headline="",
@@ -197,12 +222,16 @@ def build_report(
         verdict=verdict,
         controls=tuple(controls),
         by_kernels=by_kernels,
-        problems=_problems(records, comparisons),
+        problems=(*_problems(records, comparisons), *thinking_problems(endings)),
         config=config,
         env=env or {},
         layers=layers,
         native=native,
         attention_paths=_attention_paths(records),
+        notes=(*key_token_sentences(key_tokens), *cut_sentences(endings)),
+        endings=endings,
+        positions=positions_of(records, arms, tasks),
+        key_tokens=key_tokens,
     )
     headline, tone = _headline(data)
     return replace(data, headline=headline, tone=tone, sentences=_sentences(data))
@@ -294,7 +323,10 @@ def _headline(data: ReportData) -> tuple[str, Tone]:
 
 
 def _sentences(data: ReportData) -> tuple[str, ...]:
-    """Per scheme, the gate's first: its exchange rate at the longest context, on the task it hurts most."""
+    """Per scheme, the gate's first: its exchange rate at the longest context, on the task it hurts most.
+
+    Where the model wrote the answers, what the task's score loses is told as well.
+    """
     longest = data.context_lengths[-1]
     lines: dict[str, str] = {}
     for comparison in data.ranked("answer_nll"):
@@ -306,7 +338,16 @@ def _sentences(data: ReportData) -> tuple[str, ...]:
                 comparison.task,
                 "answer_nll",
             ) and (rate.context_length == longest):
-                lines[rate.scheme] = rate.sentence
+                lines[rate.scheme] = rate.sentence + _score_lost(data, comparison)
     names = [arm.scheme for arm in data.of_role("scheme") if arm.scheme in lines]
     names.sort(key=lambda name: name != data.gate_scheme)
     return tuple(lines[name] for name in names)
+
+
+def _score_lost(data: ReportData, worst: Comparison) -> str:
+    """What the cell of `worst` loses in its task's score, if it has one that can show a loss."""
+    cell = (worst.task, worst.context_length)
+    of = data.comparison(Arm(worst.scheme, "scheme"), *cell, "task_score")
+    if of is None or of.loss.value is None or data.competence[*cell, "task_score"] == "floor" or undecidable(of):
+        return ""
+    return f"; {format_loss(of.loss, METRICS['task_score'])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from kveval.report.figure import (
 from kveval.report.heatmaps import matrix_plot, needle_plot
 from kveval.report.layer_plot import layer_plot
 from kveval.report.model import ReportData
+from kveval.report.position_plot import position_plot
 from kveval.stats import Comparison, Estimate
 
 __all__ = ["all_plots", "decode_plot", "degradation_plot", "quality_plot"]
@@ -56,6 +58,7 @@ def all_plots(data: ReportData) -> list[Plot]:
     metrics = [m for m in LOSS_METRICS if data.decidable(m) and any(data.discriminates(m, task) for task in data.tasks)]
     plots += [make(data, m) for m in metrics for make in (degradation_plot, exchange_plot, matrix_plot)]
     plots += [needle_plot(data, task) for task in dict.fromkeys(n.task for n in data.needles)]
+    plots += [position_plot(data, task) for task in dict.fromkeys(p.task for p in data.positions)]
     plots += [quality_plot(data, m) for m in metrics]
     if data.timings:
         plots.append(decode_plot(data))
@@ -208,7 +211,7 @@ def quality_plot(data: ReportData, metric: str) -> Plot:
                 rows += [{**where, "context_length": n, **estimate_columns(e, factor)} for n, e in points]
                 if arm.role == "baseline":
                     _band(axes, points, factor)
-            _fit_values(axes, [row["value"] for row in rows if row["task"] == task])
+            _fit_values(axes, [row["value"] for row in rows if row["task"] == task], 100.0 if unit == "%" else math.inf)
         panels[0].set_ylabel(f"{label} ({unit})")
         legend(figure, data, extra=[("baseline's interval", Patch(color=BASELINE_COLOUR, alpha=0.13))])
         text = caption(data, "Means. To compare formats use the loss plot: it pairs the samples.", drawn)
@@ -316,12 +319,12 @@ def _band(axes: Axes, points: Sequence[tuple[int, Estimate]], factor: float) -> 
         axes.fill_between(at, low, high, color=BASELINE_COLOUR, alpha=0.13, linewidth=0)
 
 
-def _fit_values(axes: Axes, values: Sequence[float | None]) -> None:
-    """Fit the y axis to the means (none is ever negative): a wide interval of few samples may be cut."""
+def _fit_values(axes: Axes, values: Sequence[float | None], most: float) -> None:
+    """Fit the y axis to the means (from 0 to `most`): a wide interval of few samples may be cut."""
     known = [y for y in values if y is not None]
     if known:
         room = 0.5 * (max(known) - min(known)) or 0.1 * max(known) or 1.0
-        axes.set_ylim(max(0.0, min(known) - room), max(known) + room)
+        axes.set_ylim(max(0.0, min(known) - room), min(1.02 * most, max(known) + room))
 
 
 def _tell_crush(axes: Axes, series: Sequence[Comparison], metric: str) -> None:

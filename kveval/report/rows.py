@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kveval.capacity import format_tokens
 from kveval.exchange_rate import format_interval
 from kveval.records import METRICS
-from kveval.report.cells import undecidable
+from kveval.report.cells import DETAIL_METRICS, Arm, undecidable
 from kveval.report.model import ReportData
 from kveval.stats import MIN_CLUSTERS, Comparison, few_clusters_note
 
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from kveval.gate import Verdict
 
 __all__ = [
+    "BRIEF",
     "UNDECIDABLE",
+    "AnswerRow",
     "CellRow",
     "Loss",
     "SummaryRow",
+    "answer_rows",
     "cell_rows",
     "few_clusters",
     "gate_notes",
@@ -30,6 +33,12 @@ __all__ = [
 
 UNDECIDABLE = "undecidable at this n"
 """Stands for a loss in points whose interval is wider than 50 points either way."""
+
+AT_FLOOR = "baseline at floor"
+"""Stands for a loss where the baseline scores nothing that could be lost."""
+
+BRIEF = {UNDECIDABLE: "undecidable", AT_FLOOR: "at floor"}
+"""Shorter words for tables that have no room."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,27 @@ class CellRow:
     context: str
     answer_nll: Loss
     exact_match: Loss
+    task_score: Loss
     kl: str
     top1_flips: str
     flips: str
+    n: str
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """One scheme in one cell, judged by more than one measure of its answers.
+
+    `score` is the mean task score in percent; `details` are the losses in `kveval.report.cells.DETAIL_METRICS`.
+    """
+
+    scheme: str
+    role: str
+    task: str
+    context: str
+    score: str
+    task_score: Loss
+    details: tuple[Loss, ...]
     n: str
 
 
@@ -68,6 +95,7 @@ class SummaryRow:
     kl: str
     answer_nll: Loss
     exact_match: Loss
+    task_score: Loss
     per_doubling: str
     bytes_per_token: str
     of_baseline: str
@@ -81,7 +109,7 @@ def loss_text(comparison: Comparison | None, room: str = "ok") -> Loss:
     if comparison is None or comparison.loss.value is None:
         return Loss("–", "")
     if room == "floor":
-        return Loss("baseline at floor", "")
+        return Loss(AT_FLOOR, "")
     if undecidable(comparison):
         return Loss(UNDECIDABLE, "")
     factor = 100.0 if METRICS[comparison.metric].unit == "fraction" else 1.0
@@ -122,35 +150,74 @@ def gate_notes(verdict: Verdict) -> list[str]:
     return [*notes, *filter(None, [few_clusters(judged)])]
 
 
+def _ordered_cells(data: ReportData) -> list[tuple[Arm, str, int]]:
+    """Every cell of every scheme, the largest answer-NLL loss first, those without one last; then both controls."""
+    order = [*data.ranked("answer_nll"), *(c for c in data.comparisons if c.role == "scheme")]
+    for role in ("aa", "crush"):
+        order += [c for c in data.comparisons if c.role == role]
+    return list(dict.fromkeys((Arm(c.scheme, c.role), c.task, c.context_length) for c in order))
+
+
+def _task_score(data: ReportData, arm: Arm, task: str, context_length: int) -> Loss:
+    room = data.competence.get((task, context_length, "task_score"), "ok")
+    return loss_text(data.comparison(arm, task, context_length, "task_score"), room)
+
+
 def cell_rows(data: ReportData) -> list[CellRow]:
     """Every cell of every scheme, the largest answer-NLL loss first; then both controls."""
-    order = data.ranked("answer_nll")
-    for role in ("aa", "crush"):
-        order += [c for c in data.comparisons if c.metric == "answer_nll" and c.role == role]
-    arms = {(arm.scheme, arm.role): arm for arm in data.arms}
     rows = []
-    for main in order:
-        arm = arms[main.scheme, main.role]
-        cell = (main.task, main.context_length)
-        of = {m: data.comparison(arm, *cell, m) for m in ("answer_nll", "exact_match", "kl", "top1_flips")}
-        exact, room = of["exact_match"], data.competence.get((*cell, "exact_match"), "ok")
+    for arm, task, length in _ordered_cells(data):
+        of = {m: data.comparison(arm, task, length, m) for m in ("answer_nll", "exact_match", "kl", "top1_flips")}
+        exact, room = of["exact_match"], data.competence.get((task, length, "exact_match"), "ok")
         told = exact is not None and exact.n_pairs > 0 and room != "floor"
         flips = f"{exact.discordant_worse} / {exact.discordant_better}" if exact and told else "–"
-        clusters = "" if main.loss.n_clusters == main.n_pairs else f" in {main.loss.n_clusters}"
-        missing = main.n_missing_scheme + main.n_missing_baseline
-        lost = f", {missing} missing" if missing else ""
         rows.append(
             CellRow(
-                scheme=main.scheme,
-                role=main.role,
-                task=main.task,
-                context=format_tokens(main.context_length),
-                answer_nll=loss_text(main),
+                scheme=arm.scheme,
+                role=arm.role,
+                task=task,
+                context=format_tokens(length),
+                answer_nll=loss_text(of["answer_nll"]),
                 exact_match=loss_text(exact, room),
+                task_score=_task_score(data, arm, task, length),
                 kl=_figure(of["kl"]),
                 top1_flips=_figure(of["top1_flips"]),
                 flips=flips,
-                n=f"{main.n_pairs}{clusters}{lost}",
+                n=_samples(of["answer_nll"] or data.comparison(arm, task, length, "task_score")),
+            )
+        )
+    return rows
+
+
+def _samples(comparison: Comparison | None) -> str:
+    """Pairs, their clusters where these are fewer, and what is missing."""
+    if comparison is None:
+        return "–"
+    clusters = "" if comparison.loss.n_clusters == comparison.n_pairs else f" in {comparison.loss.n_clusters}"
+    missing = comparison.n_missing_scheme + comparison.n_missing_baseline
+    return f"{comparison.n_pairs}{clusters}{f', {missing} missing' if missing else ''}"
+
+
+def answer_rows(data: ReportData) -> list[AnswerRow]:
+    """The cells that have any of the measures in an `AnswerRow`, in the order of `cell_rows`."""
+    scores = {(m.arm, m.task, m.context_length): m.estimate.value for m in data.means if m.metric == "task_score"}
+    rows = []
+    for arm, task, length in _ordered_cells(data):
+        details = [data.comparison(arm, task, length, m) for m in DETAIL_METRICS]
+        score = scores.get((arm, task, length))
+        if score is None and not any(details):
+            continue
+        rooms = [data.competence.get((task, length, m), "ok") for m in DETAIL_METRICS]
+        rows.append(
+            AnswerRow(
+                scheme=arm.scheme,
+                role=arm.role,
+                task=task,
+                context=format_tokens(length),
+                score="–" if score is None else f"{100 * score:.3g}",
+                task_score=_task_score(data, arm, task, length),
+                details=tuple(loss_text(c, room) for c, room in zip(details, rooms, strict=True)),
+                n=_samples(data.comparison(arm, task, length, "task_score") or next(filter(None, details))),
             )
         )
     return rows
@@ -182,6 +249,7 @@ def summary_rows(data: ReportData) -> list[SummaryRow]:
                 kl=_figure(data.comparison(arm, c.task, longest, "kl")),
                 answer_nll=loss_text(c),
                 exact_match=loss_text(data.comparison(arm, c.task, longest, "exact_match"), room),
+                task_score=_task_score(data, arm, c.task, longest),
                 per_doubling=f"{rate.loss_per_doubling:.3g}" if rate.loss_per_doubling is not None else "–",
                 bytes_per_token=f"{stored.stored:,.0f}" if stored else "–",
                 of_baseline=f"{stored.of_baseline:.0%}" if stored and stored.of_baseline else "–",

@@ -14,9 +14,10 @@ from rich.text import Text
 from kveval.capacity import GIB, Sessions, format_tokens
 from kveval.exchange_rate import ExchangeRate
 from kveval.layer_note import LayerErrors
+from kveval.report.answers import key_token_sentences
 from kveval.report.layers import bias_sentence, layer_rows, layer_sentences
 from kveval.report.model import ReportData
-from kveval.report.rows import UNDECIDABLE, CellRow, Loss, cell_rows, few_clusters
+from kveval.report.rows import BRIEF, UNDECIDABLE, CellRow, Loss, cell_rows, few_clusters
 from kveval.stats import Comparison
 
 __all__ = [
@@ -49,9 +50,10 @@ def terminal_report(data: ReportData, *, limit: int = 12) -> RenderableType:
     rows = [row for row in cell_rows(data) if row.role == "scheme"]
     parts: list[RenderableType] = [Text(data.headline, style=TONE_STYLES[data.tone])]
     parts += [Text(problem, style="yellow") for problem in data.problems]
-    parts += [Text(), CellsTable(tuple(rows[:limit]))]
+    parts += [Text(), CellsTable(tuple(rows[:limit]), scored=data.has("task_score"))]
     if len(rows) > limit:
         parts.append(Text(f"{len(rows) - limit} more cells are in report.html.", style="dim"))
+    parts += [Text(note, style="dim") for note in key_token_sentences(data.key_tokens)]
     few = few_clusters(data.ranked("answer_nll"))
     parts += [Text(), Text(few, style="yellow")] if few else []
     layers = _layers_section(data.layers, limit=limit) if data.layers else []
@@ -80,17 +82,17 @@ def _layers_section(layers: LayerErrors, *, limit: int) -> list[RenderableType]:
 
 @dataclass(frozen=True)
 class CellsTable:
-    """Cells, worst first, with as many columns as fit without a line break."""
+    """Cells, worst first, with as many columns as fit without a line break. `scored`: whether any has a task score."""
 
     rows: tuple[CellRow, ...]
+    scored: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The first of the tables, from all columns to the fewest, that fits the width."""
-        for columns in (
-            ("KL", "answer NLL", "exact match", "samples"),
-            ("KL", "answer NLL", "exact match"),
-            ("KL", "answer NLL"),
-        ):
+        score = ("task score",) if self.scored else ()
+        least = ("KL", "answer NLL")
+        full = (*least, "exact match", *score)
+        for columns in dict.fromkeys([(*full, "samples"), full, (*least, *score), least]):
             table = self._table(columns)
             if Measurement.get(console, options.update_width(1000), table).maximum <= options.max_width:
                 break
@@ -98,18 +100,21 @@ class CellsTable:
 
     def _table(self, columns: Sequence[str]) -> Table:
         title = "Against the baseline, largest loss in answer NLL first"
-        units = "KL and answer NLL in nats/token" + (", exact match in points" if "exact match" in columns else "")
+        points = [name for name in ("exact match", "task score") if name in columns]
+        units = "KL and answer NLL in nats/token" + (f", {' and '.join(points)} in points" if points else "")
         table = _table(f"{title}\n{units}")
         for name in ("format", "task"):
             table.add_column(name, overflow="fold")  # a name that is cut off could be another's
         table.add_column("at", no_wrap=True)
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
+        brief = BRIEF if self.scored else {UNDECIDABLE: BRIEF[UNDECIDABLE]}
         for row in self.rows:
             cells = {
                 "KL": Text(row.kl),
                 "answer NLL": _coloured(row.answer_nll),
-                "exact match": _coloured(row.exact_match, {UNDECIDABLE: "undecidable"}),
+                "exact match": _coloured(row.exact_match, brief),
+                "task score": _coloured(row.task_score, brief),
                 "samples": Text(row.n),
             }
             table.add_row(row.scheme, row.task, row.context, *(cells[name] for name in columns))
@@ -133,7 +138,11 @@ def report_json(data: ReportData) -> dict[str, Any]:
         "confidence": data.confidence,
         "sentences": list(data.sentences),
         "problems": list(data.problems),
+        "notes": list(data.notes),
         "cells": [_comparison_dict(c) for c in data.comparisons],
+        "answers": [{**asdict(e), "stopped": e.n - e.at_length - e.thinking} for e in data.endings],
+        "key_tokens": [asdict(k) for k in data.key_tokens],
+        "positions": [asdict(p) for p in data.positions],
         "exchange": [_exchange_dict(r) for r in data.exchange],
         "controls": [asdict(c) for c in data.controls],
         "storage": [asdict(s) for s in data.storage],

@@ -1,0 +1,152 @@
+"""Scored answers per minute of a sweep of eight schemes: kveval against lm-eval's own way of asking a model.
+
+lm-eval's HFLM takes each question of its RULER task `niah_single_1` by itself: it prefills the whole prompt and writes
+the answer. It has no cache formats, so what it scores is one scheme; eight would take eight times as long. kveval
+prefills a haystack once for each scheme, and feeds the answers of its eight questions.
+
+    pip install -e '.[bench,lm-eval]'
+    python benchmarks/tasks.py --length 1k --out results/benchmarks/tasks_1k.json
+
+Both sides have the same model, dtype, context length and number of questions, and take turns: a question of lm-eval's,
+a scheme of kveval's. Making the samples is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kveval import env
+from kveval.attention import ATTENTION
+from kveval.backends.hf import HFBackend
+from kveval.config import ModelConfig, parse_length
+from kveval.formats.spec import get_scheme
+from kveval.models import LoadedModel, load, resolve
+from kveval.plan import Arm
+from kveval.prefixes import plan_prefill
+from kveval.prompting import PromptTemplate
+from kveval.tasks import Sample, TaskContext, load_task
+
+SCHEMES = ("fp8_e4m3", "int8_per_token_head", "mxfp8", "k8v4", "k4v8", "int4_g64", "nvfp4", "mxfp4")
+LM_EVAL_TASK = "niah_single_1"
+
+
+def main() -> None:
+    """Run the benchmark, print the ratio, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--length", default="1k", type=parse_length, help="context length in tokens")
+    parser.add_argument("--questions", default=8, type=int, help="about one haystack on kveval's side")
+    parser.add_argument("--max-gen-toks", type=int, help="of lm-eval's answers; its task says 128")
+    parser.add_argument("--out", type=Path, help="where to write the record (JSON)")
+    options = parser.parse_args()
+    loaded = load(ModelConfig(id=options.model))
+    backend = HFBackend(loaded)
+    arms = [Arm(name, "scheme", get_scheme(name), 2048, "stored") for name in ("bf16", *SCHEMES)]
+    samples, requests, harness = haystack(loaded, options), *lm_eval_side(loaded, options)
+    score(backend, samples[:1], arms[0])  # both sides warm
+    ask(backend, harness, requests[:1])
+    seconds = {"lm-eval": 0.0, "kveval": 0.0}
+    for turn in range(max(len(arms), len(requests))):
+        if turn < len(requests):
+            seconds["lm-eval"] += ask(backend, harness, requests[turn : turn + 1])
+        if turn < len(arms):
+            seconds["kveval"] += score(backend, samples, arms[turn])
+    report(options, len(arms), samples, requests, loaded, seconds)
+
+
+def haystack(loaded: LoadedModel, options: argparse.Namespace) -> list[Sample]:
+    """The questions about one haystack of the asked length."""
+    task = load_task("niah_multikey", {"keys": options.questions, "queries": options.questions})
+    template = PromptTemplate.from_tokenizer(loaded.tokenizer)
+    return task.samples(TaskContext(loaded.tokenizer, template, options.length, options.questions, seed=0))
+
+
+def lm_eval_side(loaded: LoadedModel, options: argparse.Namespace) -> tuple[list[Any], Any]:
+    """lm-eval's requests, as many as there are questions, and its model class around the same weights."""
+    with tempfile.TemporaryDirectory() as data:
+        # The task looks for data of nltk's that it does not use, and would fetch it.
+        (Path(data) / "tokenizers" / "punkt_tab").mkdir(parents=True)
+        os.environ["NLTK_DATA"] = data
+        import lm_eval.tasks
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+
+        folder = Path(lm_eval.tasks.__file__).parent / "ruler"
+        pretrained = str(resolve(ModelConfig(id=options.model)).location)
+        about = {"pretrained": pretrained, "max_seq_lengths": [options.length]}
+        manager = TaskManager(include_path=[str(folder)], include_defaults=False, metadata=about)
+        task = manager.load([LM_EVAL_TASK])["tasks"][LM_EVAL_TASK]
+        task.build_all_requests(limit=options.questions)
+    requests = list(task.instances)
+    if options.max_gen_toks:
+        for request in requests:
+            request.args[1]["max_gen_toks"] = options.max_gen_toks
+    harness = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1, max_length=2 * options.length)
+    return requests, harness
+
+
+def ask(backend: HFBackend, harness: Any, requests: list[Any]) -> float:
+    """Seconds that lm-eval takes for the requests, with torch's own attention and transformers' own cache."""
+    backend.loaded.model.set_attn_implementation("sdpa")
+    start = time.perf_counter()
+    harness.generate_until(requests, disable_tqdm=True)
+    seconds = time.perf_counter() - start
+    backend.loaded.model.set_attn_implementation(ATTENTION)
+    return seconds
+
+
+@torch.inference_mode()
+def score(backend: HFBackend, samples: list[Sample], arm: Arm) -> float:
+    """Seconds that kveval takes for all questions on one scheme."""
+    start = time.perf_counter()
+    assert len(list(backend.score([samples], arm, {}))) == len(samples)
+    return time.perf_counter() - start
+
+
+def report(
+    options: argparse.Namespace,
+    arms: int,
+    samples: list[Sample],
+    requests: list[Any],
+    loaded: LoadedModel,
+    seconds: dict[str, float],
+) -> None:
+    """Print both sides; write them with the machine they were taken on."""
+    answers = {"lm-eval": len(requests), "kveval": arms * len(samples)}
+    stem = len(plan_prefill([sample.prompt_ids for sample in samples]).stem)
+    fed = stem + sum(len(sample.prompt_ids) - stem for sample in samples)
+    prompts = [len(loaded.tokenizer(request.args[0])["input_ids"]) for request in requests]
+    prefilled = {"lm-eval": sum(prompts) / len(requests), "kveval": fed / len(samples)}
+    per_minute = {side: 60 * answers[side] / seconds[side] for side in seconds}
+    record = {
+        "model": options.model,
+        "context_length": options.length,
+        "questions": options.questions,
+        "schemes": ["bf16", *SCHEMES],
+        "lm_eval_task": LM_EVAL_TASK,
+        "max_gen_toks": options.max_gen_toks or "the task's",
+        "answers": answers,
+        "seconds": seconds,
+        "prefill_tokens_per_answer": prefilled,
+        "answers_per_minute": per_minute,
+        "ratio": per_minute["kveval"] / per_minute["lm-eval"],
+        "env": env.collect(),
+    }
+    for side, rate in per_minute.items():
+        sys.stdout.write(f"{side:8} {rate:7.1f} answers per minute, {prefilled[side]:7.1f} prefill tokens per answer\n")
+    sys.stdout.write(f"ratio    {record['ratio']:7.1f}\n")
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
