@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from kveval.errors import ConfigError
 from kveval.power import needed_pairs, zero_event_pairs
 from kveval.records import Role
-from kveval.stats import Comparison, Competence, compare, competence, get_metric, holm
+from kveval.stats import Comparison, Competence, compare, competence, get_metric, holm, with_tokens_to_score
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,12 +56,17 @@ class EndpointResult:
     samples_needed: int | None = None
 
 
-def expected_samples(records: pd.DataFrame, expected: Expected | None, task: str, context_length: int) -> int:
-    """Samples each arm should have: as planned, else every sample id that any arm of the cell has."""
-    if expected is not None:
-        return expected.get((task, context_length), 0)
+def expected_samples(
+    records: pd.DataFrame, expected: Expected | None, task: str, context_length: int, metric: str
+) -> tuple[int, int]:
+    """Samples each arm should have, and how many of them have nothing that `metric` could score.
+
+    As many as planned, else every sample id that any arm of the cell has.
+    """
     cell = records[(records["task"] == task) & (records["context_length"] == context_length)]
-    return int(cell["sample_id"].nunique())
+    found = cell["sample_id"].nunique() if expected is None else expected.get((task, context_length), 0)
+    scored = with_tokens_to_score(cell, get_metric(metric))
+    return int(found), cell.drop(scored.index)["sample_id"].nunique()
 
 
 def judge_endpoints(
@@ -126,10 +131,15 @@ def _judge(
     confidence: float,
     expected: Expected | None,
 ) -> EndpointResult:
-    planned = expected_samples(records, expected, end.task, end.context_length)
+    asked, empty = expected_samples(records, expected, end.task, end.context_length, end.metric)
+    planned = asked - empty
     fit = comparison.distribution
     room = competence(records, metric=end.metric, task=end.task, context_length=end.context_length)
-    status, message = _status(end, comparison, planned, room, p_holm, confidence)
+    if empty and not planned:
+        status: EndpointStatus = "NON_DISCRIMINATIVE"
+        message = "no answer has a key token here, so there is nothing to score; ask for longer contexts or answers."
+    else:
+        status, message = _status(end, comparison, planned, room, p_holm, confidence)
     needed = _samples_needed(end, comparison, confidence) if status == "INCONCLUSIVE" else None
     if status == "INCONCLUSIVE":
         message += _more_samples(end, comparison, needed)

@@ -38,6 +38,7 @@ __all__ = [
     "get_metric",
     "holm",
     "mean_estimate",
+    "with_tokens_to_score",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -291,6 +292,16 @@ def _known(bound: float | None) -> float:
     return bound
 
 
+def with_tokens_to_score(records: pd.DataFrame, metric: Metric) -> pd.DataFrame:
+    """The rows that can have a value: where a task scores key tokens alone, an answer may have none.
+
+    Which tokens are key was found on the baseline, and is the same in every arm: leaving such samples out favours none.
+    """
+    if metric.of != "tokens" or "key_tokens" not in records.columns:
+        return records
+    return records[records["key_tokens"] != 0]
+
+
 def _read_cell(records: pd.DataFrame, metric: Metric, task: str, context_length: int) -> _Cell:
     """The rows of one (task, context length) of every arm.
 
@@ -304,7 +315,8 @@ def _read_cell(records: pd.DataFrame, metric: Metric, task: str, context_length:
             f"the records lack the column{'s' * (len(absent) > 1)} {', '.join(absent)}.",
             remedy="Read them with kveval.store.read_records from a run folder of this kveval version.",
         )
-    rows = records.loc[(records["context_length"] == context_length) & (records["task"] == task), columns]
+    chosen = (records["context_length"] == context_length) & (records["task"] == task)
+    rows = with_tokens_to_score(records[chosen], metric)[columns]
     cell = _Cell({}, {})
     values = rows[metric.name].astype("float64").tolist()
     keys = zip(*(rows[c].tolist() for c in _ROW_COLUMNS), strict=True)

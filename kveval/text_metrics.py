@@ -50,7 +50,7 @@ def string_match_part(text: str, references: Sequence[str]) -> float:
 
 
 def text_exact_match(text: str, references: Sequence[str]) -> float:
-    """1 if the text is a reference, or all of them joined by commas, but for case, white space and a final full stop."""
+    """1 if the text is a reference, or all joined by commas, but for case, white space and a final full stop."""
     return float(_squeezed(text) in map(_squeezed, _alone_and_together(references)))
 
 

@@ -276,3 +276,29 @@ def test_a_scheme_at_the_margin_passes_at_most_five_percent_of_the_time(metric: 
     runs = 150
     rate = false_pass_rate(metric, margin, runs=runs, size=size, seed=8)
     assert rate <= 0.05 + 2.6 * math.sqrt(0.05 * 0.95 / runs)
+
+
+def keyed(rows: list[Record], *without: int) -> list[Record]:
+    """The sweep as of a task that scores key tokens alone: the samples of these indices have none."""
+    empty = {"key_tokens": 0, "answer_nll": None, "kl": None, "top1_flips": None}
+    return [replace(r, **(empty if r.sample_index in without else {"key_tokens": 9})) for r in rows]
+
+
+def test_answers_without_key_tokens_are_not_missing() -> None:
+    full, rows = sweep(loss=0.01), keyed(sweep(loss=0.01), 3, 7)
+    expected = {("niah", 2048): len({r.sample_id for r in rows})}
+    found = verdict(rows, end(), expected=expected)
+    assert found.status == "PASS"
+    (endpoint,) = found.endpoints
+    assert endpoint.n_expected == endpoint.comparison.n_pairs == expected["niah", 2048] - 2
+    alone = verdict([r for r in full if r.sample_index not in (3, 7)], end())
+    assert endpoint.comparison.loss.value == pytest.approx(alone.endpoints[0].comparison.loss.value)
+    lost = [r for r in rows if (r.scheme, r.sample_index) != ("s", 5)]
+    assert verdict(lost, end(), expected=expected).status == "INCOMPLETE"
+
+
+def test_a_cell_without_any_key_token_decides_nothing() -> None:
+    rows = sweep(loss=0.01)
+    found = verdict(keyed(rows, *range(len(rows))), end())
+    assert [e.status for e in found.endpoints] == ["NON_DISCRIMINATIVE"]
+    assert "no answer has a key token" in found.endpoints[0].message
