@@ -11,7 +11,8 @@ from typing import Any
 from kveval.errors import TaskError
 from kveval.models import ModelSpec, load_tokenizer
 from kveval.prompting import ChatMode, PromptTemplate
-from kveval.traffic import Problem, Requests, Template, encode_request, scan_requests
+from kveval.traffic import Requests, Template, encode_request, scan_requests
+from kveval.traffic_lines import Problem
 
 __all__ = ["Bucket", "TrafficCheck", "check_traffic"]
 

@@ -55,17 +55,14 @@ def main() -> None:
 
 
 def tables(runs: Iterable[Path], schemes: Sequence[str]) -> str:
-    """One table per model, tasks down, context lengths across; runs of one model are read together."""
-    by_model: dict[str, list[pd.DataFrame]] = {}
-    for run in runs:
-        by_model.setdefault(read_plan(run)["model"]["id"], []).append(read_records(run))
-    return "\n".join(_table(model, pd.concat(frames), schemes) for model, frames in by_model.items())
+    """One table per run, tasks down, context lengths across."""
+    return "\n".join(_table(run, read_records(run), schemes) for run in runs)
 
 
-def _table(model: str, records: pd.DataFrame, schemes: Sequence[str]) -> str:
+def _table(run: Path, records: pd.DataFrame, schemes: Sequence[str]) -> str:
     lengths = sorted(records["context_length"].unique())
     lines = [
-        f"### {model}",
+        f"### {read_plan(run)['model']['id']} ({run.name})",
         "",
         "| task | " + " | ".join(format_tokens(int(n)) for n in lengths) + " |",
         "| --- |" + " --- |" * len(lengths),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
@@ -161,6 +161,8 @@ def _default(block: type, name: str, field: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated and "KVScheme" not in str(annotation) and "gt=0" not in str(annotation):
+        return _type(get_args(annotation)[0])
     if get_origin(annotation) is Union:
         return "`" + " or ".join(_type(kind).strip("`") for kind in get_args(annotation)) + "`"
     text = (

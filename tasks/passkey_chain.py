@@ -18,7 +18,7 @@ class Params(TaskParams):
     `digits`: digits of a passkey.
     """
 
-    hops: int = Field(2, ge=1, le=64)
+    hops: int = Field(2, ge=1, le=10_000)
     queries: int = Field(1, ge=1, le=100)
     filler: CorpusName = "noise"
     digits: int = Field(5, ge=4, le=18)

@@ -64,7 +64,7 @@ def imported_packages(folder: Path) -> dict[str, Path]:
 def test_every_import_is_a_declared_dependency() -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    requirements = project["dependencies"] + extras["datasets"] + extras["cuda"]
+    requirements = project["dependencies"] + extras["datasets"] + extras["cuda"] + extras["lm-eval"]
     declared = {re.split(r"[<>=!~\[; ]", line)[0].lower().replace("_", "-") for line in requirements}
     distributions = packages_distributions()
     for folder in ("kveval", "tasks"):

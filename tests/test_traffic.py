@@ -416,10 +416,11 @@ def test_the_example_is_what_its_script_writes():
     assert script.EXAMPLE.stat().st_size < 200_000
 
 
-def test_the_example_can_be_answered_and_its_sweep_loads(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = load_config("configs/traffic.yaml")
-    requests = read_requests(Path(load_task("traffic", config.tasks[0].params).params.file))
+def test_the_example_can_be_answered_and_its_sweep_loads():
+    """Its path is relative to the config, wherever kveval runs."""
+    config = load_config(ROOT / "configs" / "traffic.yaml")
+    task = load_task("traffic", config.tasks[0].params, folder=config.folder("tasks", 0))
+    requests = read_requests(Path(task.params.file))
     assert len(requests) == 60
     for _, request in requests.read(range(60)):
         assert request.answers[0] in "".join(text for _, text in request.turns)
