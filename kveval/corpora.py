@@ -36,6 +36,7 @@ __all__ = [
     "Corpus",
     "CorpusName",
     "blocks_before",
+    "dataset_rows",
     "ids_after",
     "ids_before",
     "load_corpus",
@@ -270,20 +271,7 @@ def _read_text(path: Path) -> str:
 
 def _dataset(spec: str) -> Corpus:
     name, config, split, column = _parse_dataset(spec)
-    try:
-        import datasets
-    except ImportError as error:
-        raise TaskError(
-            f"{spec!r} needs the package `datasets`, which is not installed.",
-            remedy="pip install 'kveval[datasets]', or use file:<path>.",
-        ) from error
-    try:
-        rows: Any = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise TaskError(
-            f"the dataset {name!r} (config {config}, split {split}) can't be loaded: {error}",
-            remedy="Check the name; without a network, load it once with one, or use file:<path>.",
-        ) from error
+    rows = dataset_rows(name, config, split)
     if column not in rows.column_names:
         raise TaskError(
             f"the dataset {name!r} has no column {column!r}.",
@@ -295,6 +283,28 @@ def _dataset(spec: str) -> Corpus:
             f"column {column!r} of the dataset {name!r} holds no text.", remedy="Name another column or split."
         )
     return Corpus(spec, documents)
+
+
+def dataset_rows(name: str, config: str | None, split: str) -> Any:
+    """A split of a Hugging Face dataset.
+
+    Raises:
+        TaskError: the package `datasets` is missing, or the dataset can't be loaded.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise TaskError(
+            f"the dataset {name!r} needs the package `datasets`, which is not installed.",
+            remedy="pip install 'kveval[datasets]', or use file:<path>.",
+        ) from error
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise TaskError(
+            f"the dataset {name!r} (config {config}, split {split}) can't be loaded: {error}",
+            remedy="Check the name; without a network, load it once with one, or use file:<path>.",
+        ) from error
 
 
 def _parse_dataset(spec: str) -> tuple[str, str | None, str, str]:

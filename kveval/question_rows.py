@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kveval.corpora import dataset_rows
 from kveval.errors import TaskError, UnknownNameError
 from kveval.identity import digest
 
@@ -107,20 +108,7 @@ def _dataset_rows(spec: str, columns: Columns) -> tuple[Row, ...]:
     if len(parts) > 3:
         raise TaskError(f"{spec!r} has too many parts.", remedy="Write datasets:<name>[:config[:split]].")
     name, config, split = [*parts, "", ""][:3]
-    try:
-        import datasets
-    except ImportError as error:
-        raise TaskError(
-            f"{spec!r} needs the package `datasets`, which is not installed.",
-            remedy="pip install 'kveval[datasets]', or use file:<path>.",
-        ) from error
-    try:
-        found: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise TaskError(
-            f"the dataset {name!r} (config {config or None}, split {split or 'train'}) can't be loaded: {error}",
-            remedy="Check the name; without a network, load it once with one, or use file:<path>.",
-        ) from error
+    found: Iterable[Any] = dataset_rows(name, config or None, split or "train")
     return _some([_row(data, columns, f"row {number} of {name}") for number, data in enumerate(found)], name)
 
 

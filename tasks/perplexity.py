@@ -1,7 +1,5 @@
 """How well the model predicts real text: the last tokens of a long passage, given all before them."""
 
-from bisect import bisect_left
-
 from pydantic import Field
 
 from kveval.corpora import Corpus, CorpusName, load_corpus, rotation_blocks
@@ -36,31 +34,12 @@ def samples(params: Params, ctx: TaskContext) -> list[Sample]:
         )
     corpus = load_corpus(params.corpus)
     made = []
-    for index, start in enumerate(_places(ctx, corpus)):
+    for index, start in enumerate(corpus.spread(seeded_random(ctx, NAME, 0).random(), ctx.samples)):
         ids = bos + _tokens(ctx, corpus, start, ctx.context_length - len(bos))
         prompt, answer = ids[: -params.scored_tokens], ids[-params.scored_tokens :]
         where = {"corpus": corpus.name, "start_char": start}
         made.append(make_sample(ctx, index, prompt, answer, cluster=f"{NAME}-{start}", metadata=where))
     return made
-
-
-def _places(ctx: TaskContext, corpus: Corpus) -> list[int]:
-    """Where the passages start: the base-2 van der Corput sequence, moved by the seed, on paragraphs."""
-    shift = seeded_random(ctx, NAME, 0).random()
-    places: list[int] = []
-    for index in range(ctx.samples):
-        bits = f"{index:b}"
-        spread = int(bits[::-1], 2) / 2 ** len(bits)
-        target = (shift + spread) % 1.0 * len(corpus.text)
-        # Behind the last start, reading begins at the first: the text is a ring.
-        place = corpus.starts[bisect_left(corpus.starts, target) % len(corpus.starts)]
-        if place in places:
-            raise TaskError(
-                f"the text source {corpus.name!r} is too short for {ctx.samples} different passages.",
-                remedy="Name a longer source, or ask for fewer samples.",
-            )
-        places.append(place)
-    return places
 
 
 def _tokens(ctx: TaskContext, corpus: Corpus, start: int, count: int) -> tuple[int, ...]:
