@@ -22,17 +22,20 @@ def plan_text(plan: Plan, clusters: Mapping[tuple[str, int], int]) -> str:
         f"{config.name}: {plan.model['id']}, {plan.model['compute_dtype']} on {plan.model['device']}, "
         f"{len(plan.arms)} arms ({', '.join(a.label for a in plan.arms)})",
         "",
-        f"{'task':<24}{'tokens':>8}{'samples':>9}{'clusters':>10}",
+        f"{'task':<24}{'tokens':>8}{'samples':>9}{'clusters':>10}  answers",
     ]
     total = 0
     for task in config.tasks:
         for length in config.lengths_of(task):
             samples = config.samples_of(task)
             total += samples * len(plan.arms)
-            lines.append(f"{task.label:<24}{length:>8}{samples:>9}{clusters[task.label, length]:>10}")
+            budget = plan.tasks[task.label].max_new_tokens
+            answers = "fed" if budget is None else f"written, at most {budget} tokens"
+            lines.append(f"{task.label:<24}{length:>8}{samples:>9}{clusters[task.label, length]:>10}  {answers}")
     lines += [
         "",
-        f"{len(plan.cells)} cells, {total} records, reads {config.reads}, prefill {config.prefill_chunk}",
+        f"{len(plan.cells)} cells, {total} records, reads {config.reads}, prefill {config.prefill_chunk}, "
+        f"batch {config.batch_size}",
     ]
     if config.gate is None:
         lines += ["", "No gate is declared: the sweep reports, but decides nothing."]
