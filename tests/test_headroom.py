@@ -66,3 +66,14 @@ def test_a_cell_without_values_says_so() -> None:
     frame = records(crush=1.0)
     frame["answer_nll"] = np.nan
     assert headroom.text(headroom.look(frame, "t", 1024, ["mild", "coarse"])) == "nothing to score"
+
+
+def test_the_page_shows_what_the_published_runs_say() -> None:
+    page = (ROOT / "docs" / "explanation" / "what-tasks-see.md").read_text(encoding="utf-8")
+    names = [
+        *sorted(p.name for p in (ROOT / "results").glob("headroom-*")),
+        "smollm2-135m-h200",
+        "qwen2.5-coder-0.5b-h200",
+    ]
+    tables = headroom.tables([ROOT / "results" / name for name in names], headroom.SCHEMES)
+    assert f"{headroom.START}\n\n{tables}\n{headroom.END}" in page, "run scripts/headroom.py as the page says"
