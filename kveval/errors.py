@@ -74,6 +74,10 @@ class ConfigError(KvevalError):
     """A config file or a command-line value is wrong."""
 
 
+MOST_NAMES = 80
+"""Known names that an error still lists where it has a suggestion."""
+
+
 class UnknownNameError(ConfigError):
     """A name that nothing answers to. Suggests the nearest known names."""
 
@@ -83,10 +87,8 @@ class UnknownNameError(ConfigError):
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
         prefix = f"{where}: " if where else ""
-        super().__init__(
-            f"{prefix}unknown {kind} {name!r}.",
-            remedy=f"{hint} Known: {', '.join(names)}.".strip(),
-        )
+        shown = ", ".join(names) if len(names) <= MOST_NAMES or not near else f"{len(names)} names"
+        super().__init__(f"{prefix}unknown {kind} {name!r}.", remedy=f"{hint} Known: {shown}.".strip())
 
 
 class ModelError(KvevalError):

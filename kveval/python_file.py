@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from kveval.errors import ConfigError
+from kveval.errors import ConfigError, KvevalError, MeasurementError
 
-__all__ = ["load_python_file"]
+__all__ = ["call_own", "load_python_file"]
 
 
 def load_python_file(path: Path, where: str = "") -> ModuleType:
@@ -44,3 +46,19 @@ def load_python_file(path: Path, where: str = "") -> ModuleType:
         del sys.modules[name]
         raise ConfigError(f"{prefix}{path.name} line {error.lineno}: {error.msg}.", remedy="Mend the file.") from error
     return module
+
+
+def call_own(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the user's own.
+
+    Raises:
+        MeasurementError: whatever it raises, in the name of the function.
+    """
+    try:
+        return function(*arguments)
+    except KvevalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it may raise anything, and a sweep goes on without the sample
+        raise MeasurementError(
+            f"{name} failed: {type(error).__name__}: {error}.", remedy="Mend the function."
+        ) from error

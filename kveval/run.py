@@ -328,8 +328,13 @@ def _score(
             sample, cell = waiting.pop(output.sample_id)
             if arm.role != "baseline" and sample.id not in baseline:
                 yield _error_record(sample, cell, MeasurementError("the baseline failed on this sample.")), None
-            else:
-                yield _record(sample, cell, output, cluster.task), output
+                continue
+            try:
+                record = _record(sample, cell, output, cluster.task)
+            except KvevalError as error:  # the text's score alone: what the model computed is right
+                log.exception("%s: no score for sample %s", arm.label, sample.id)
+                record = _error_record(sample, cell, error)
+            yield record, output
     except (KvevalError, RuntimeError) as error:
         log.exception("%s failed on %s", arm.label, cluster.samples[0].cluster)
         for sample, cell in waiting.values():

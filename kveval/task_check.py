@@ -330,6 +330,11 @@ def no_special_tokens(subject: Subject) -> str | None:
             [steering(prompt.conversation([(role, "x") for role in roles]))] if roles and prompt.mode == "chat" else []
         )
         if (found := steering(sample.prompt_ids)) not in [*frames, *talk]:
+            if not found:
+                return (
+                    "has none of the chat template's special tokens: put prompt.head_ids before its text, and "
+                    "prompt.tail behind it"
+                )
             return (
                 f"has special tokens beside those of the chat template: {prompt.tokenizer.convert_ids_to_tokens(found)}"
             )

@@ -37,7 +37,7 @@ from kveval.corpora import CORPUS_FIELD, load_corpus
 from kveval.errors import ConfigError, LengthError, MeasurementError, TaskError, UnknownNameError
 from kveval.identity import digest
 from kveval.prompting import PromptTemplate
-from kveval.python_file import load_python_file
+from kveval.python_file import call_own, load_python_file
 from kveval.text_metrics import edit_similarity, text_exact_match, text_f1, text_metric
 
 __all__ = [
@@ -234,6 +234,11 @@ class Task:
             TaskError: the text source is unusable, or the task file breaks the protocol.
         """
         samples: list[Sample] = self.module.samples(self.params, ctx)
+        if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
+            raise TaskError(
+                f"task {self.label!r}: samples() gave {type(samples).__name__}, not a list of Sample.",
+                remedy="Make each with make_sample and return them as a list.",
+            )
         for problem in _protocol_problems(samples, ctx, exact=self.exact_length):
             raise TaskError(
                 f"task {self.label!r} at {ctx.context_length} tokens: {problem}.",
@@ -249,14 +254,22 @@ class Task:
         """
         own = getattr(self.module, "score", None)
         if own is not None and sample.metric is None:
-            scores = dict(own(self.params, sample, text))
+            scores = call_own(f"score of task {self.label!r}", own, self.params, sample, text)
+            if not isinstance(scores, Mapping):
+                raise MeasurementError(
+                    f"score of task {self.label!r} gave {scores!r}.",
+                    remedy='Return {"task_score": a number from 0 to 1}.',
+                )
         else:
             metric = text_metric(sample.metric or str(getattr(self.module, "TEXT_METRIC", TEXT_METRIC)))
             scores = {"task_score": metric(text, sample.references)}
         by_position = getattr(self.module, "position_scores", None)
-        positions = None if by_position is None else tuple(by_position(self.params, sample, text))
+        positions = None
+        if by_position is not None:
+            what = f"position_scores of task {self.label!r}"
+            positions = tuple(call_own(what, by_position, self.params, sample, text))
         for number in (scores.get("task_score"), *(positions or ())):
-            if number is None or not 0 <= number <= 1:
+            if not isinstance(number, (bool, int, float)) or not 0 <= number <= 1:
                 raise MeasurementError(
                     f"task {self.label!r} scored sample {sample.id} with {number!r}.",
                     remedy='`score` gives a "task_score" from 0 to 1, `position_scores` numbers from 0 to 1.',
@@ -392,7 +405,26 @@ def _load_module(path: Path, where: str) -> ModuleType:
             f"{where + ': ' if where else ''}{path.name} defines no {', '.join(missing)}.",
             remedy="A task file needs VERSION, class Params(TaskParams) and samples(params, ctx).",
         )
+    for wrong, right in _misfits(module):
+        raise ConfigError(f"{where + ': ' if where else ''}{path.name}: {wrong}.", remedy=right)
     return module
+
+
+def _misfits(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """What a task file defines wrongly, and what would be right."""
+    params, stop = module.Params, getattr(module, "STOP", ())
+    if not (isinstance(params, type) and issubclass(params, TaskParams)):
+        yield "Params is no class of parameters", "Write class Params(TaskParams)."
+    if not isinstance(module.VERSION, int):
+        yield f"VERSION is {module.VERSION!r}", "Write a whole number."
+    if not isinstance(stop, (tuple, list)) or not all(isinstance(text, str) and text for text in stop):
+        yield f"STOP is {stop!r}", 'Write a tuple of strings: STOP = ("\\n",).'
+    budget = getattr(module, "MAX_NEW_TOKENS", MAX_NEW_TOKENS)
+    if not isinstance(budget, int) or budget < 1:
+        yield f"MAX_NEW_TOKENS is {budget!r}", "Write a whole number, 1 or more."
+    for name in ("samples", "score", "position_scores"):
+        if not callable(getattr(module, name, print)):
+            yield f"{name} is no function", "Define it as kveval/tasks.py says."
 
 
 def _validate(

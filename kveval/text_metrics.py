@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from kveval.errors import ConfigError, MeasurementError, UnknownNameError
-from kveval.python_file import load_python_file
+from kveval.python_file import call_own, load_python_file
 
 __all__ = [
     "TEXT_METRICS",
@@ -109,9 +110,17 @@ def _own(file: str, function: str, where: str) -> TextMetric:
             f"{where + ': ' if where else ''}{Path(file).name} has no function {function!r}.",
             remedy="Define it as function(text, references) -> a number from 0 to 1.",
         )
+    try:
+        inspect.signature(found).bind("", [])
+    except TypeError as error:
+        raise ConfigError(
+            f"{where + ': ' if where else ''}{Path(file).name}:{function} can't be called with a text and references "
+            f"({error}).",
+            remedy="Define it as function(text, references) -> a number from 0 to 1.",
+        ) from error
 
     def checked(text: str, references: Sequence[str]) -> float:
-        score = found(text, references)
+        score = call_own(f"{Path(file).name}:{function}", found, text, references)
         if isinstance(score, bool):
             score = float(score)
         if not isinstance(score, (int, float)) or not 0 <= score <= 1:

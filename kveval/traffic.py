@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from kveval.errors import KvevalError, TaskError
+from kveval.errors import KvevalError, LengthError, TaskError
 from kveval.identity import digest
 from kveval.prompting import PromptTemplate
 from kveval.tasks import Sample, TaskContext, make_sample
@@ -245,6 +245,12 @@ def traffic_samples(
     Raises:
         TaskError: the file is broken, or the bucket holds too few requests.
     """
+    if ctx.max_new_tokens is not None and ctx.max_new_tokens >= ctx.context_length:
+        raise LengthError(
+            f"max_new_tokens: {ctx.max_new_tokens} leaves no room for a request at a context length of "
+            f"{ctx.context_length}.",
+            remedy="Lower `max_new_tokens`, or ask for longer contexts.",
+        )
     requests = read_requests(path)
     lengths = measure(requests, ctx.prompt, template)
     bucket = _bucket(requests, lengths, ctx)

@@ -84,7 +84,7 @@ def parse_request(number: int, raw: bytes) -> Request | Problem:
     """The request on line `number` of a file, from its bytes, or what is wrong with it."""
     try:
         text = raw.removeprefix(_BOM if number == 1 else b"").decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
+        value = json.loads(text.rstrip("\r\n"), object_pairs_hook=_no_repeats, parse_constant=_no_constant)
         return _request(number, value)
     except UnicodeDecodeError as error:
         return Problem(number, f"byte {error.start + 1} of the line is not UTF-8", "Convert the file to UTF-8.")

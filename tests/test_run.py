@@ -382,3 +382,26 @@ def test_a_batch_is_the_same_whatever_of_it_is_measured_already(tiny_model, tmp_
     journal.write_bytes(b"".join(lines[: len(lines) // 2 + 1]))
     run_sweep(sweep, tmp_path / "cut")
     same_records(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        ("raise ValueError('boom')", "score of task 'own' failed: ValueError: boom"),
+        ("return 1.0", "score of task 'own' gave 1.0"),
+        ("return {'task_score': float('nan')}", "scored sample .* with nan"),
+        ("return {'task_score': '1'}", "scored sample .* with '1'"),
+    ],
+)
+def test_a_score_that_fails_is_an_error_of_its_sample(tiny_model, tmp_path, score, told):
+    """Every sample has a record, and a second run has nothing left to do but those that failed."""
+    own = tmp_path / "own.py"
+    own.write_text(OWN_SCORE.replace('return {"task_score": min(1.0, len(text) / 100)}', score))
+    sweep = config(
+        tiny_model, tasks=[{"name": str(own), "label": "own"}], mode="generate", samples=2, context_lengths=[256],
+        schemes=["nvfp4"],
+    )  # fmt: skip
+    summary = run_sweep(sweep, tmp_path / "run")
+    records = read_records(tmp_path / "run")
+    assert (summary.errors, len(records)) == (8, 8)
+    assert records["error"].str.contains(told).all()

@@ -357,6 +357,30 @@ def test_a_task_that_breaks_the_protocol_is_told(own, prompt, edit, message):
         load_task(str(own)).samples(TaskContext(prompt.tokenizer, prompt, 8, 2, 0))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('STOP = "END"', r"STOP is 'END'"),
+        ('STOP = ("",)', "STOP is"),
+        ("MAX_NEW_TOKENS = 0", "MAX_NEW_TOKENS is 0"),
+        ("VERSION = '1'", "VERSION is '1'"),
+        ("Params = int", "Params is no class of parameters"),
+        ("score = 3", "score is no function"),
+    ],
+)
+def test_names_that_a_file_defines_wrongly(own, line, message):
+    own.write_text(own.read_text() + f"\n{line}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_task(str(own))
+
+
+@pytest.mark.parametrize("made", ["None", "iter([])", "[1]", "3"])
+def test_samples_that_are_no_samples(own, prompt, made):
+    own.write_text(own.read_text() + f"\ndef samples(params, ctx):\n    return {made}\n")
+    with pytest.raises(TaskError, match="not a list of Sample"):
+        load_task(str(own)).samples(TaskContext(prompt.tokenizer, prompt, 64, 1, 0))
+
+
 def test_clusters_must_be_contiguous(own, prompt):
     own.write_text(OWN.replace('f"{i}"', 'f"{i % 2}"'))
     with pytest.raises(TaskError, match="cluster '0' is not contiguous"):

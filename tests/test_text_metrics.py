@@ -103,3 +103,18 @@ def test_a_metric_of_ones_own(tmp_path: Path) -> None:
         text_metric("string_match_al")
     with pytest.raises(ConfigError, match="no file"):
         text_metric("missing.py:f")
+
+
+def test_what_ones_own_metric_raises_is_told_in_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def raises(text, references):\n    raise KeyError('boom')\n"
+        "def nan(text, references):\n    return float('nan')\n"
+        "def one(text):\n    return 1.0\n"
+    )
+    with pytest.raises(MeasurementError, match=r"mine\.py:raises failed: KeyError: 'boom'"):
+        text_metric(f"{file}:raises")("42", ["42"])
+    with pytest.raises(MeasurementError, match="gave nan"):
+        text_metric(f"{file}:nan")("42", ["42"])
+    with pytest.raises(ConfigError, match=r"mine\.py:one can't be called with a text and references"):
+        text_metric(f"{file}:one")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kveval.cli_traffic import app
 from kveval.config import ModelConfig, load_config
-from kveval.errors import ConfigError, ExitCode, TaskError, UnknownNameError, UnsupportedError
+from kveval.errors import ConfigError, ExitCode, LengthError, TaskError, UnknownNameError, UnsupportedError
 from kveval.models import load_tokenizer
 from kveval.prompting import PromptTemplate
 from kveval.tasks import TaskContext, load_task
@@ -455,3 +455,16 @@ def test_the_howto_shows_what_the_check_prints(monkeypatch):
     assert [line.rstrip() for line in printed.splitlines() if line.strip()] == [
         line for line in shown.splitlines() if line.strip()
     ]
+
+
+def test_an_answer_that_fills_the_whole_context_is_named(file, prompt):
+    path = file(*({"prompt": "a", "answer": "b"} for _ in range(3)))
+    with pytest.raises(LengthError, match="max_new_tokens: 128 leaves no room for a request"):
+        load_task("traffic", {"file": str(path)}).samples(ctx(prompt, 128, 1, max_new_tokens=128))
+
+
+def test_a_line_that_ends_too_early_is_wrong_at_its_end(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"\n{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(TaskError, match=r"bad\.jsonl:2: no JSON: .* \(column 15\)"):
+        read_requests(path)

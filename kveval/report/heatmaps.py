@@ -41,6 +41,9 @@ MISSING = "#d9d9d9"
 FEW = 2
 """Samples behind a square of a heat map up to which it says how many they are."""
 
+LEAST_TOP = {True: 10.0, False: 0.1}
+"""Least loss, in points of a fraction or in nats, that gets the scale's darkest colour: noise stays pale."""
+
 Grid = npt.NDArray[np.float64]
 
 
@@ -58,7 +61,7 @@ def matrix_plot(data: ReportData, metric: str) -> Plot:
     found = {(arm, cell): data.comparison(arm, *cell, metric) for arm in arms for cell in cells}
     rows = [comparison_row(c, factor) for c in found.values() if c is not None]
     tops = [abs(row["value"]) for row in rows if row["role"] == "scheme" and row["value"] is not None]
-    top = max(tops, default=0.0) or 1.0
+    top = max([LEAST_TOP[METRICS[metric].unit == "fraction"], *tops])
     norm = SymLogNorm(linthresh=top / 6, vmin=-top, vmax=top, clip=True)
     with styled(grid=False):
         figure = new_figure(1.15 * len(arms) + 3.0, 0.34 * len(cells) + 1.9, title)
