@@ -58,7 +58,7 @@ def call_own(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except KvevalError:
         raise
-    except Exception as error:  # noqa: BLE001 - it may raise anything, and a sweep goes on without the sample
+    except Exception as error:  # a user's code may raise anything, and a sweep goes on without the sample
         raise MeasurementError(
             f"{name} failed: {type(error).__name__}: {error}.", remedy="Mend the function."
         ) from error
