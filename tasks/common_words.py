@@ -80,14 +80,20 @@ class Plan:
 
 def samples(params: Params, ctx: TaskContext) -> list[Sample]:
     """One list and one question per sample, behind a worked example with words of its own."""
-    least = max((_least(params, ctx, _plan(params, ctx, index)) for index in range(ctx.samples)), default=0)
+    made: list[Sample] = []
+    least = 0
+    for index in range(ctx.samples):
+        plan = _plan(params, ctx, index)
+        least = max(least, _least(params, ctx, plan))
+        if least <= ctx.context_length:
+            made.append(_sample(params, ctx, index, plan))
     if ctx.context_length < least:
         raise LengthError(
             f"task {NAME!r} needs at least {least} tokens; a context length of {ctx.context_length} "
             "can't hold its words as often as they have to occur.",
             remedy=f"Ask for context lengths of {least} or more, or for fewer `common` words or `repeats`.",
         )
-    return [_sample(params, ctx, index) for index in range(ctx.samples)]
+    return made
 
 
 def _plan(params: Params, ctx: TaskContext, index: int) -> Plan:
@@ -139,8 +145,7 @@ def _least(params: Params, ctx: TaskContext, plan: Plan) -> int:
     return len(plan.head) + listed + len(plan.tail) + ctx.answer_room(len(plan.answer))
 
 
-def _sample(params: Params, ctx: TaskContext, index: int) -> Sample:
-    plan = _plan(params, ctx, index)
+def _sample(params: Params, ctx: TaskContext, index: int, plan: Plan) -> Sample:
     repeats, others = params.counts(ctx.context_length)
     room = ctx.context_length - len(plan.head) - len(plan.tail) - ctx.answer_room(len(plan.answer))
     numbers = _encoded(ctx, (f" {number}." for number in count(1)))

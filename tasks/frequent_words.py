@@ -57,18 +57,21 @@ class Plan:
 def samples(params: Params, ctx: TaskContext) -> list[Sample]:
     """One text and one question per sample."""
     top = next(top for top in count(1) if params.decided(top))
+    made: list[Sample] = []
     least = 0
     for index in range(ctx.samples):
         plan = _plan(params, ctx, index)
         around = len(plan.head) + len(plan.tail) + ctx.answer_room(len(plan.answer))
         least = max(least, around + plan.size(params, top))
+        if least <= ctx.context_length:
+            made.append(_sample(params, ctx, index, plan))
     if ctx.context_length < least:
         raise LengthError(
             f"task {NAME!r} needs at least {least} tokens; in a context length of {ctx.context_length} "
             "some of the most frequent words would occur equally often.",
             remedy=f"Ask for context lengths of {least} or more, or for fewer `asked` words.",
         )
-    return [_sample(params, ctx, index) for index in range(ctx.samples)]
+    return made
 
 
 def _plan(params: Params, ctx: TaskContext, index: int) -> Plan:
@@ -85,8 +88,7 @@ def _plan(params: Params, ctx: TaskContext, index: int) -> Plan:
     return Plan(head, tail, answer, words, tokens, dots, question)
 
 
-def _sample(params: Params, ctx: TaskContext, index: int) -> Sample:
-    plan = _plan(params, ctx, index)
+def _sample(params: Params, ctx: TaskContext, index: int, plan: Plan) -> Sample:
     room = ctx.context_length - len(plan.head) - len(plan.tail) - ctx.answer_room(len(plan.answer))
     low, high = 1, room
     while low < high:

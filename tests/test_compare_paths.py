@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from kveval.python_file import load_python_file
 from kveval.store import read_records
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("compare_paths", ROOT / "scripts" / "compare_paths.py")
-assert spec
-assert spec.loader
-compare_paths = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compare_paths)
+compare_paths = load_python_file(ROOT / "scripts" / "compare_paths.py")
 
 
 def test_differences_are_of_samples_and_beside_those_of_aa() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from kveval.python_file import load_python_file
+
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("headroom", ROOT / "scripts" / "headroom.py")
-assert spec
-assert spec.loader
-headroom = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(headroom)
+headroom = load_python_file(ROOT / "scripts" / "headroom.py")
 
 
 def records(**costs: float) -> pd.DataFrame:
