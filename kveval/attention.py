@@ -148,13 +148,14 @@ def _packed(
         return None, ""
     problem = packed_attention.misfit(query, key, mask, scores, causal=causal)
     mask = cast(CausalMask | None, mask)
-    if not problem and query.shape[2] > packed_attention.MOST_QUERIES:
+    many = query.shape[2] > packed_attention.MOST_QUERIES
+    if not problem and (many or key.shared):
         misfit = prefill_attention.misfit(query, key, value, mask, scores)
         if not misfit:
             _record_path(module, PREFILL_PATH)
             return prefill_attention.attend(query, key, value, scaling=scores.scaling), ""
         # Calls of a few queries each read all tokens again and again: right, and no choice to make unasked.
-        problem = misfit if use.mode == "auto" else ""
+        problem = misfit if many and use.mode == "auto" else ""
     problem = problem or use.problem
     if not problem:
         _record_path(module, PACKED_PATH if _on_gpu(query) else REFERENCE_PATH)

@@ -231,6 +231,26 @@ class QuantizedCache(Cache):
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self.reorder_cache(rows)  # type: ignore[arg-type]
 
+    def fork_rows(self, forks: int) -> None:
+        """`batch_repeat_interleave` without copies: new rows of a row share its tokens, which stay stored once.
+
+        Raises:
+            UnsupportedError: how the scheme stores a token depends on later ones, nothing is stored yet, or rows are
+                stored one by one. Nothing has changed then.
+        """
+        if not self.scheme.blind_to_later:
+            raise UnsupportedError(
+                f"{self.scheme.name} stores some tokens together with later ones, which rows don't share.",
+                remedy="Use `batch_repeat_interleave`.",
+            )
+        before = self._rows()
+        for packed in self.packed_layers:
+            packed.fork_rows(forks)
+        rows = torch.arange(before).repeat_interleave(forks)
+        for layer in self.layers:
+            if not isinstance(layer, PackedLayer):
+                layer.reorder_cache(rows)  # type: ignore[arg-type]
+
     def _rows(self) -> int:
         """Rows of the batch: those stored, or else those of the padding mask; -1 if neither is known."""
         for layer in self.packed_layers:

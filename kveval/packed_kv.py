@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from kveval.forked_store import ForkedStore
 from kveval.kernel_use import NO_KERNELS, KernelUse
 from kveval.masks import CausalMask
 from kveval.packed_state import Segment
-from kveval.storage import PackedStore, Store
+from kveval.storage import Store
 
 __all__ = ["PackedKV"]
 
@@ -90,15 +91,20 @@ class PackedKV(Tensor):
             return self.fresh
         return torch.cat([self.store.read(self.snapshot, self.dtype), self.fresh], dim=2)
 
+    @property
+    def shared(self) -> int:
+        """How many of the first tokens are stored once for several rows."""
+        return self.store.shared(self.snapshot) if isinstance(self.store, ForkedStore) else 0
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Tokens `start` to `stop` of what `dequantize` returns: a plain tensor [B, H, stop - start, D].
 
-        The range lies before the fresh tokens or is theirs, and no row of the batch is stored by itself.
+        The range lies before the fresh tokens or is theirs, and no row of the batch is stored by itself. Tokens that
+        rows share come once, for fewer rows; the range then lies among them or after them.
         """
         held = self.shape[2] - (0 if self.fresh is None else self.fresh.shape[2])
         if self.fresh is not None and start >= held:
             return self.fresh[:, :, start - held : stop - held]
-        assert isinstance(self.store, PackedStore)
         return self.store.read_rows(self.snapshot, start, stop, self.dtype)
 
     def segments(self) -> list[list[Segment]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kveval.errors import UnsupportedError
+from kveval.forked_store import ForkedStore
 from kveval.formats.layout import LayerFormat, RoleFormat
 from kveval.geometry import LayerGeometry
 from kveval.kernel_use import NO_KERNELS, AttentionMode, kernel_use
@@ -268,6 +269,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.padding_mask = self.padding_mask.index_select(0, beam_idx.to(self.padding_mask.device))
         for store in self._stores or ():
             store.select_rows(beam_idx)
+
+    def fork_rows(self, forks: int) -> None:
+        """See `kveval.cache.QuantizedCache.fork_rows`."""
+        keys, values = self.stores()
+        if not isinstance(keys, PackedStore) or not isinstance(values, PackedStore):
+            raise UnsupportedError(
+                f"layer {self._index} stores rows one by one, because of padding or an earlier fork.",
+                remedy="Use `batch_repeat_interleave`.",
+            )
+        self._stores = (ForkedStore(keys, forks), ForkedStore(values, forks))
 
     def offload(self) -> None:
         """Refused: moving packed storage off the device is not implemented."""

@@ -117,6 +117,17 @@ class Segment:
             scale=self.scale[:, :, rows] if skipped and self.scale is not None else self.scale,
         )
 
+    def row(self, index: int) -> Segment:
+        """What it is of one row of the batch."""
+
+        def own(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[0] == 1 else tensor[index : index + 1]
+
+        one = self.payload[index : index + 1]
+        return replace(
+            self, payload=one, scale=own(self.scale), tensor_scale=own(self.tensor_scale), mean=own(self.mean)
+        )
+
     @classmethod
     def wide(cls, start: int, x_BHTD: Tensor) -> Segment:
         """Tokens as they are, in bfloat16."""

@@ -7,13 +7,15 @@ Shape legend: B batch, H KV heads, Hq query heads, Lq queries, Lk tokens, D head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from kveval.masks import CausalMask
 from kveval.packed_kv import PackedKV
 from kveval.partial_attention import PartialAttention, Scores
-from kveval.storage import PackedStore
+from kveval.row_stores import RowStores
 
 __all__ = ["BLOCK", "attend", "misfit"]
 
@@ -31,7 +33,7 @@ def misfit(query: Tensor, key: PackedKV, value: PackedKV, mask: CausalMask | Non
     if mask is not None and mask.window:
         return "a prompt with a sliding window"
     padded = mask is not None and mask.padding is not None
-    if padded or not all(isinstance(handle.store, PackedStore) for handle in (key, value)):
+    if padded or any(isinstance(handle.store, RowStores) for handle in (key, value)):
         return "a prompt in a batch with left padding"
     if not all(handle.store.kernels for handle in (key, value)):
         return "a format that kernels do not decode"
@@ -63,17 +65,28 @@ def attend(query: Tensor, key: PackedKV, value: PackedKV, *, scaling: float) -> 
         return own[0].contiguous()
     merged = PartialAttention(query, value.shape[3])
     merged.add(*own)
-    for start in range(0, before, BLOCK):
-        stop = min(start + BLOCK, before)
+    for start, stop in _blocks(key.shared, before):
         merged.add(*_flash(query, key.rows(start, stop), value.rows(start, stop), scaling=scaling, causal=False))
     return merged.result(query.dtype)
 
 
+def _blocks(shared: int, before: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the tokens before the chunk, none of which holds both shared tokens and others."""
+    for first, last in ((0, shared), (shared, before)):
+        for start in range(first, last, BLOCK):
+            yield start, min(start + BLOCK, last)
+
+
 def _flash(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """(output [B, Lq, Hq, D], log of the softmax's sum [B, Hq, Lq]); `causal` is for as many tokens as queries."""
-    aten = torch.ops.aten
+    """(output [B, Lq, Hq, D], log of the softmax's sum [B, Hq, Lq]); `causal` is for as many tokens as queries.
+
+    Keys and values of fewer rows are shared: each by as many rows of queries, which lie side by side.
+    """
+    aten, forks, queries = torch.ops.aten, len(query) // len(key), query.shape[2]
+    query = query.reshape(len(key), forks, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
     if query.is_cuda:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
     else:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+    out, lse = (x.unflatten(2, (forks, queries)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
     return out.transpose(1, 2), lse

@@ -138,6 +138,14 @@ class Store(ABC):
     def read(self, snapshot: Any, dtype: torch.dtype) -> Tensor:
         """All that `snapshot` holds, decoded. Counted."""
 
+    def read_rows(self, snapshot: Any, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Tokens `start` to `stop` of what `read` returns, whole units of the format. Counted as read.
+
+        Raises:
+            UnsupportedError: every row of the batch is stored by itself.
+        """
+        raise UnsupportedError("rows that are stored one by one can't be read in part.", remedy="Use `read`.")
+
     @abstractmethod
     def segments(self, snapshot: Any) -> list[tuple[int, list[Segment]]]:
         """All that `snapshot` holds, packed, for attention. Counted as read.
@@ -302,11 +310,8 @@ class PackedStore(Store):
             raise MeasurementError(f"{self._where} was read, but stores nothing.")
         return self.read_rows(snapshot, 0, snapshot.total - snapshot.dropped, dtype)
 
+    @override
     def read_rows(self, snapshot: State, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Tokens `start` to `stop`, counted from the oldest that is kept, decoded. Counted as read.
-
-        `start` and `stop` are positions of whole units of the format.
-        """
         parts, at = [], 0
         encoded, tail = snapshot.encoded - snapshot.dropped, _tail(snapshot)
         for wide, tokens in ((snapshot.sinks, length(snapshot.sinks)), (None, encoded), (tail, length(tail))):
@@ -444,6 +449,22 @@ class PackedStore(Store):
         twin = object.__new__(PackedStore)
         twin.__dict__.update(self.__dict__)
         twin._state, twin.tokens_read = self._state.map(torch.clone), 0
+        return twin
+
+    def continued(self, forks: int) -> PackedStore:
+        """A store for what comes after these tokens, of every row `forks` times; it counts them, and lacks them.
+
+        Raises:
+            UnsupportedError: nothing is stored, or how a token is stored depends on later ones.
+        """
+        if self._has_tail or self.total == 0:
+            reason = "its format stores some tokens together with later ones" if self._has_tail else "it is empty"
+            raise UnsupportedError(f"{self._where} can't be continued in several rows: {reason}.")
+        twin = object.__new__(PackedStore)
+        twin.__dict__.update(self.__dict__)
+        state = replace(self._state, dropped=self._state.encoded, payload=None, scale=None)
+        twin._state = state.map(lambda tensor: tensor.repeat_interleave(forks, dim=0))
+        twin._block, twin._reserve, twin.tokens_read = ALIGNMENT, 0, 0
         return twin
 
     @override

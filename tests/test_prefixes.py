@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kveval.prefixes import SharedPrefill, plan_prefill
+from kveval.prefixes import MOST_TOGETHER, SCORING_TAIL, BatchPrefill, Round, SharedPrefill, plan_batch, plan_prefill
 from kveval.prompting import shared_prefix
 
 # Few token values, so that prompts share prefixes often.
@@ -76,3 +76,53 @@ def test_nested_documents_stop_at_each_length() -> None:
 )
 def test_small_clusters(prompts: list[list[int]], stem: tuple[int, ...], branches: tuple[int, ...]) -> None:
     assert plan_prefill(prompts) == SharedPrefill(stem, branches)
+
+
+HAY = list(range(100, 120))
+
+
+class TestRounds:
+    @given(PROMPTS, st.booleans())
+    def test_every_question_is_in_one_round_that_starts_where_it_agrees(
+        self, prompts: list[list[int]], together: bool
+    ) -> None:
+        plan, alone = plan_batch([prompts], together=together), plan_prefill(prompts)
+        assert plan.stems == (alone.stem,)
+        assert sorted(i for r in plan.rounds for i in r.questions) == list(range(len(prompts)))
+        assert [r.start for r in plan.rounds] == sorted(r.start for r in plan.rounds)
+        for r in plan.rounds:
+            assert r.start == min(alone.branches[i] for i in r.questions)
+            assert all(tuple(prompts[i][: r.start]) == alone.stem[: r.start] for i in r.questions)
+
+    def test_questions_about_a_haystack_are_scored_together(self) -> None:
+        prompts = [[*HAY, 1, 2], [*HAY, 3], [*HAY, 4, 5, 6]]
+        assert plan_batch([prompts], together=True) == BatchPrefill((tuple(HAY),), (Round(20, (0, 1, 2)),))
+        rounds = (Round(20, (0,)), Round(20, (1,)), Round(20, (2,)))
+        assert plan_batch([prompts], together=False) == BatchPrefill((tuple(HAY),), rounds)
+
+    def test_a_long_rest_is_scored_alone(self) -> None:
+        short, long = [*HAY, 1], [*HAY, *range(SCORING_TAIL)]
+        rounds = plan_batch([[short, long, [*HAY, 3, 2]]], together=True).rounds
+        assert rounds == (Round(20, (0,)), Round(20, (1,)), Round(20, (2,)))
+        rounds = plan_batch([[short, long[:-1], [*HAY, 3, 2]]], together=True).rounds
+        assert rounds == (Round(20, (0, 1, 2)),)
+
+    def test_long_documents_stop_at_each_length(self) -> None:
+        document = list(range(3 * SCORING_TAIL))
+        prompts = [document[:n] for n in (10, 10 + SCORING_TAIL, 20 + SCORING_TAIL)]
+        rounds = plan_batch([prompts], together=True).rounds
+        assert rounds == (Round(9, (0,)), Round(9 + SCORING_TAIL, (1, 2)))
+
+    def test_prompts_that_share_nothing_are_scored_alone(self) -> None:
+        rounds = plan_batch([[[1, 2], [3, 4]]], together=True).rounds
+        assert rounds == (Round(0, (0,)), Round(0, (1,)))
+
+    def test_no_more_than_fit(self) -> None:
+        prompts = [[*HAY, i] for i in range(MOST_TOGETHER + 1)]
+        rounds = plan_batch([prompts], together=True).rounds
+        assert [len(r.questions) for r in rounds] == [MOST_TOGETHER, 1]
+
+    def test_clusters_share_the_shortest_stem(self) -> None:
+        clusters = [[[*HAY, 1, 2], [*HAY, 3, 2]], [[*HAY[1:], 1, 2], [*HAY[1:], 3, 2]]]
+        plan = plan_batch(clusters, together=True)
+        assert plan == BatchPrefill((tuple(HAY[:19]), tuple(HAY[1:])), (Round(19, (0, 1)),))

@@ -22,14 +22,11 @@ from kveval.generation import Generated, end_tokens, write_answer
 from kveval.models import LoadedModel
 from kveval.packed_layer import Reads
 from kveval.plan import Arm
-from kveval.prefixes import plan_batch
+from kveval.prefixes import SCORING_TAIL, plan_batch
 from kveval.scoring import key_tokens, log_probabilities, score_answer
 from kveval.tasks import Sample
 
 __all__ = ["HFBackend", "check_reads"]
-
-SCORING_TAIL = 256
-"""Most prompt tokens that the scoring forward feeds before the answer; a longer rest of a prompt is prefilled."""
 
 
 class HFBackend:
@@ -62,20 +59,21 @@ class HFBackend:
     def _score(
         self, clusters: Sequence[Sequence[Sample]], arm: Arm, baseline: Mapping[str, Reference], decode_tokens: int
     ) -> Iterator[Output]:
-        plan = plan_batch([[s.prompt_ids for s in cluster] for cluster in clusters])
+        prompts = [[s.prompt_ids for s in cluster] for cluster in clusters]
+        plan = plan_batch(prompts, together=arm.scheme.blind_to_later)
         samples = [sample for cluster in clusters for sample in cluster]
         cache = self.new_cache(arm, reserve=max(_longest(sample, decode_tokens) for sample in samples))
-        questions = sorted(range(len(clusters[0])), key=lambda i: plan.branches[i])
-        stem_s = 0.0
-        for i in questions:
+        timed, stem_s = clusters[0][plan.rounds[-1].questions[-1]], 0.0
+        for round_ in plan.rounds:
             done = cache.get_seq_length()
-            stem_s += self._prefill([stem[done : plan.branches[i]] for stem in plan.stems], cache, arm.prefill_chunk)
-            asked = [cluster[i] for cluster in clusters]
-            for sample, output in zip(asked, self._branch(asked, cache, arm, baseline), strict=True):
+            stem_s += self._prefill([stem[done : round_.start] for stem in plan.stems], cache, arm.prefill_chunk)
+            asked = [cluster[i] for cluster in clusters for i in round_.questions]
+            outputs = self._branch(asked, cache, arm, baseline, forks=len(round_.questions))
+            for sample, output in zip(asked, outputs, strict=True):
                 output = replace(output, prefill_s=output.prefill_s + stem_s / len(samples))
                 if sample.max_new_tokens is not None:
                     output = replace(output, generated=self._write(sample, cache, arm))
-                if decode_tokens and i == questions[-1]:
+                if decode_tokens and sample is timed:
                     output = replace(output, decode_s_per_token=self._time_decode(sample, cache, decode_tokens))
                 yield output
 
@@ -129,9 +127,18 @@ class HFBackend:
         return self._now() - start
 
     def _branch(
-        self, asked: Sequence[Sample], cache: QuantizedCache, arm: Arm, baseline: Mapping[str, Reference]
+        self,
+        asked: Sequence[Sample],
+        cache: QuantizedCache,
+        arm: Arm,
+        baseline: Mapping[str, Reference],
+        *,
+        forks: int = 1,
     ) -> Iterator[Output]:
-        """Feed the rest of every sequence's prompt and its answer, score, and put the cache back to where it was."""
+        """Feed the rest of every prompt and its answer, score, and put the cache back to where it was.
+
+        Each of the cache's sequences has `forks` of the samples, side by side.
+        """
         rests = [sample.prompt_ids[cache.get_seq_length() :] for sample in asked]
         prefill_s = 0.0
         with cache.branch():
@@ -139,6 +146,8 @@ class HFBackend:
             if ahead >= SCORING_TAIL:
                 prefill_s = self._prefill([rest[:ahead] for rest in rests], cache, arm.prefill_chunk)
                 rests = [rest[ahead:] for rest in rests]
+            if forks > 1:
+                cache.fork_rows(forks)
             fed = [[*rest, *sample.answer_ids[:-1]] for rest, sample in zip(rests, asked, strict=True)]
             longest, first = max(map(len, fed)), min(map(len, rests)) - 1
             start, read_before = self._now(), cache.tokens_read()

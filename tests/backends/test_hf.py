@@ -30,6 +30,7 @@ from kveval.prefixes import plan_prefill
 from kveval.storage import CROP_RESERVE, PackedStore
 from kveval.tasks import Sample
 
+LATER = [name for name in DIFFERENT if not scheme(name).blind_to_later]
 INVARIANT = [name for name in DIFFERENT if scheme(name).append_invariant]
 HAY = tuple(tokens(24, seed=1)[0].tolist())
 
@@ -70,15 +71,17 @@ def score(backend: HFBackend, cluster: Sequence[Sample], arm: Arm, **kwargs: Any
 
 
 class Recorder:
-    """Notes (tokens cached before, tokens fed) of every forward."""
+    """Notes (tokens cached before, tokens fed) of every row of every forward, and the forwards' numbers of rows."""
 
     def __init__(self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[int, list[int]]] = []
         self.caches: list[QuantizedCache] = []
+        self.rows: list[int] = []
         forward = backend.forward_rows
 
         def recorded(rows: Sequence[Sequence[int]], cache: QuantizedCache, *, keep: int) -> Tensor:
             self.calls += [(cache.get_seq_length(), list(row)) for row in rows]
+            self.rows.append(len(rows))
             if cache not in self.caches:
                 self.caches.append(cache)
             return forward(rows, cache, keep=keep)
@@ -182,16 +185,25 @@ class TestWhatIsFed:
             (0, list(HAY[:10])),
             (10, list(HAY[10:20])),
             (20, list(HAY[20:])),
+            # One forward of three rows, the shorter ones filled up behind their answers.
             (24, [5, 6, 7, 8]),
-            (24, [50, 51, 52]),
-            (24, [60, 61]),
+            (24, [50, 51, 52, 52]),
+            (24, [60, 61, 61, 61]),
         ]
+        assert recorder.rows == [1, 1, 1, 3]
         assert len(recorder.caches) == 1
         assert recorder.caches[0].get_seq_length() == 24
 
+    @pytest.mark.parametrize("name", LATER)
+    def test_questions_are_asked_one_by_one_where_later_tokens_matter(
+        self, backend: HFBackend, recorder: Recorder, name: str
+    ) -> None:
+        score(backend, haystack(), arm(name, chunk=100))
+        assert recorder.calls == [(0, list(HAY)), (24, [5, 6, 7, 8]), (24, [50, 51, 52]), (24, [60, 61])]
+
     def test_a_document_is_prefilled_from_stop_to_stop(self, backend: HFBackend, recorder: Recorder) -> None:
         text, cluster = tokens(60, seed=2)[0].tolist(), document()
-        score(backend, cluster, arm(chunk=100))
+        score(backend, cluster, arm(LATER[0], chunk=100))
         assert recorder.calls == [
             (0, text[:11]),
             (11, text[11:15]),
@@ -238,11 +250,17 @@ def held_before(calls: list[tuple[int, list[int]]], index: int) -> list[int]:
     return held[: calls[index][0]]
 
 
+def fed_with(cluster: Sequence[Sample], own: Sample, name: str) -> int:
+    """Tokens of a sample's row: its own, or those of the longest that is scored together with it."""
+    together = cluster if scheme(name).blind_to_later else [own]
+    return max(s.context_length for s in together) - 1
+
+
 class TestEffective:
     @pytest.mark.parametrize("name", DIFFERENT)
     def test_bytes_reads_and_path(self, backend: HFBackend, name: str) -> None:
         for output, s in zip(score(backend, haystack(), arm(name)), haystack(), strict=True):
-            ran, fed = output.effective, s.context_length - 1
+            ran, fed = output.effective, fed_with(haystack(), s, name)
             assert ran.cache_tokens == fed
             # Two layers, keys and values, every token once in the scoring forward.
             assert ran.packed_reads == 2 * 2 * fed
@@ -265,7 +283,7 @@ class TestEffective:
     def test_sliding_layers_are_reported_wide(self) -> None:
         backend = HFBackend(loaded(tiny_gemma3()))
         for output, s in zip(score(backend, haystack(), arm("nvfp4")), haystack(), strict=True):
-            fed = s.context_length - 1
+            fed = fed_with(haystack(), s, "nvfp4")
             assert output.effective.stored.wide_layers == 2 * fed * 2 * (2 * 16) * 2
             assert output.effective.packed_reads == 3 * 2 * fed
 
@@ -273,8 +291,8 @@ class TestEffective:
     def test_windows_are_freed_and_branches_still_leave_no_trace(self, name: str) -> None:
         """Sliding layers free tiles within a branch as well as before it."""
         backend = HFBackend(loaded(tiny_gemma3()))
-        text = tokens(420, seed=4)[0].tolist()
-        cluster = [sample(text[:n], text[n : n + 4], id=str(n)) for n in (400, 150, 230)]
+        text = tokens(720, seed=4)[0].tolist()
+        cluster = [sample(text[:n], text[n : n + 4], id=str(n)) for n in (700, 150, 420)]
         first, again = (score(backend, order, arm(name, chunk=50)) for order in (cluster, cluster[::-1]))
         for output, other, s in zip(first, again[::-1], cluster, strict=True):
             assert output.score == other.score
@@ -299,7 +317,8 @@ class TestPackedAttention:
             ]
             for got, expected in zip(*runs, strict=True):
                 assert got.score.token_nll == pytest.approx(expected.score.token_nll, abs=2e-3)
-                assert got.effective.attention_path == "packed reference"
+                together = scheme(name).blind_to_later
+                assert got.effective.attention_path == ("packed prefill" if together else "packed reference")
                 assert got.effective.packed_reads == expected.effective.packed_reads
                 assert got.effective.stored == expected.effective.stored
 
@@ -315,7 +334,7 @@ class TestPackedAttention:
     ) -> None:
         segments = PackedStore.segments
         monkeypatch.setattr(PackedStore, "segments", lambda store, snapshot: segments(store, snapshot))
-        score(backend, haystack(), replace(arm("nvfp4"), attention="packed"))
+        score(backend, haystack()[:1], replace(arm("nvfp4"), attention="packed"))
 
         def uncounted(store: PackedStore, snapshot: Any) -> Any:
             before = store.tokens_read
@@ -325,7 +344,23 @@ class TestPackedAttention:
 
         monkeypatch.setattr(PackedStore, "segments", uncounted)
         with pytest.raises(MeasurementError, match="would be void"):
-            score(backend, haystack(), replace(arm("nvfp4"), attention="packed"))
+            score(backend, haystack()[:1], replace(arm("nvfp4"), attention="packed"))
+
+    @pytest.mark.parametrize("mode", ["packed", "dequant"])
+    def test_shared_tokens_that_are_not_read_are_void_too(
+        self, backend: HFBackend, monkeypatch: pytest.MonkeyPatch, mode: Any
+    ) -> None:
+        read_rows = PackedStore.read_rows
+
+        def uncounted(store: PackedStore, snapshot: Any, start: int, *others: Any) -> Tensor:
+            before = store.tokens_read
+            found = read_rows(store, snapshot, start, *others)
+            store.tokens_read = before if start == 0 else store.tokens_read
+            return found
+
+        monkeypatch.setattr(PackedStore, "read_rows", uncounted)
+        with pytest.raises(MeasurementError, match="would be void"):
+            score(backend, haystack(), replace(arm("nvfp4"), attention=mode))
 
     def test_a_format_without_a_kernel_is_refused_by_layer(self, backend: HFBackend) -> None:
         with pytest.raises(UnsupportedError, match="layer 0 can't be attended to as packed bytes"):
@@ -524,8 +559,8 @@ class TestBatches:
         assert {o.sample_id for o in together} == set(alone)
         for got in together:
             assert got.score.token_nll == pytest.approx(alone[got.sample_id].score.token_nll, abs=1e-3)
-            assert got.effective.batch == 3
-            assert alone[got.sample_id].effective.batch == 1
+            assert got.effective.batch == 3 * 2
+            assert alone[got.sample_id].effective.batch == 2
 
     def test_bytes_are_those_of_one_sequence(self, backend: HFBackend) -> None:
         clusters = [self.hay(seed) for seed in (1, 2, 3)]
@@ -539,9 +574,9 @@ class TestBatches:
         list(backend.score(clusters, arm(chunk=100), {}))
         first, second = (cluster[0].prompt_ids for cluster in clusters)
         assert recorder.calls[:2] == [(0, list(first[:23])), (0, list(second[:23]))]
-        fed = [*first[23:], *clusters[0][0].answer_ids[:-1]], [*second[23:], *clusters[1][0].answer_ids[:-1]]
+        fed = [[*s.prompt_ids[23:], *s.answer_ids[:-1]] for cluster in clusters for s in cluster]
         longest = max(map(len, fed))
-        assert recorder.calls[2:4] == [(23, [*row, *row[-1:] * (longest - len(row))]) for row in fed]
+        assert recorder.calls[2:] == [(23, [*row, *row[-1:] * (longest - len(row))]) for row in fed]
         assert len(recorder.caches) == 1
 
     def test_long_tails_are_prefilled_first(self, backend: HFBackend, recorder: Recorder) -> None:
