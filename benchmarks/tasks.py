@@ -8,7 +8,8 @@ prefills a haystack once for each scheme, and feeds the answers of its eight que
     python benchmarks/tasks.py --length 1k --out results/benchmarks/tasks_1k.json
 
 Both sides have the same model, dtype, context length and number of questions, and take turns: a question of lm-eval's,
-a scheme of kveval's. Making the samples is not timed.
+a scheme of kveval's. Making the samples is not timed. With `--haystacks` and `--batch-size`, kveval also runs as many
+haystacks in batches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kveval.config import ModelConfig, parse_length
 from kveval.formats.spec import get_scheme
 from kveval.models import LoadedModel, load, resolve
 from kveval.plan import Arm
-from kveval.prefixes import plan_prefill
+from kveval.prefixes import plan_batch
 from kveval.prompting import PromptTemplate
 from kveval.tasks import Sample, TaskContext, load_task
 
@@ -45,29 +46,40 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--length", default="1k", type=parse_length, help="context length in tokens")
     parser.add_argument("--questions", default=8, type=int, help="about one haystack on kveval's side")
+    parser.add_argument("--haystacks", default=1, type=int, help="on kveval's side, each with as many questions")
+    parser.add_argument("--batch-size", default=1, type=int, help="haystacks that kveval runs as one batch")
     parser.add_argument("--max-gen-toks", type=int, help="of lm-eval's answers; its task says 128")
     parser.add_argument("--out", type=Path, help="where to write the record (JSON)")
     options = parser.parse_args()
     loaded = load(ModelConfig(id=options.model))
     backend = HFBackend(loaded)
     arms = [Arm(name, "scheme", get_scheme(name), 2048, "stored") for name in ("bf16", *SCHEMES)]
-    samples, requests, harness = haystack(loaded, options), *lm_eval_side(loaded, options)
-    score(backend, samples[:1], arms[0])  # both sides warm
+    clusters, requests, harness = haystacks(loaded, options), *lm_eval_side(loaded, options)
+    score(backend, clusters[:1], arms[0], size=1)  # both sides warm
     ask(backend, harness, requests[:1])
-    seconds = {"lm-eval": 0.0, "kveval": 0.0}
+    seconds = dict.fromkeys(("lm-eval", *(name for name, _ in kveval_sides(options))), 0.0)
     for turn in range(max(len(arms), len(requests))):
         if turn < len(requests):
             seconds["lm-eval"] += ask(backend, harness, requests[turn : turn + 1])
         if turn < len(arms):
-            seconds["kveval"] += score(backend, samples, arms[turn])
-    report(options, len(arms), samples, requests, loaded, seconds)
+            for name, size in kveval_sides(options):
+                seconds[name] += score(backend, clusters, arms[turn], size=size)
+    report(options, len(arms), clusters, requests, loaded, seconds)
 
 
-def haystack(loaded: LoadedModel, options: argparse.Namespace) -> list[Sample]:
-    """The questions about one haystack of the asked length."""
+def kveval_sides(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """How kveval runs: a name, and the haystacks that run as one batch."""
+    batched = [(f"kveval, batches of {options.batch_size}", options.batch_size)] if options.batch_size > 1 else []
+    return [("kveval", 1), *batched]
+
+
+def haystacks(loaded: LoadedModel, options: argparse.Namespace) -> list[list[Sample]]:
+    """The questions about each haystack of the asked length."""
     task = load_task("niah_multikey", {"keys": options.questions, "queries": options.questions})
     template = PromptTemplate.from_tokenizer(loaded.tokenizer)
-    return task.samples(TaskContext(loaded.tokenizer, template, options.length, options.questions, seed=0))
+    count = options.haystacks * options.questions
+    samples = task.samples(TaskContext(loaded.tokenizer, template, options.length, count, seed=0))
+    return [samples[at : at + options.questions] for at in range(0, count, options.questions)]
 
 
 def lm_eval_side(loaded: LoadedModel, options: argparse.Namespace) -> tuple[list[Any], Any]:
@@ -105,32 +117,41 @@ def ask(backend: HFBackend, harness: Any, requests: list[Any]) -> float:
 
 
 @torch.inference_mode()
-def score(backend: HFBackend, samples: list[Sample], arm: Arm) -> float:
-    """Seconds that kveval takes for all questions on one scheme."""
+def score(backend: HFBackend, clusters: list[list[Sample]], arm: Arm, *, size: int) -> float:
+    """Seconds that kveval takes for all questions on one scheme, `size` haystacks at a time."""
     start = time.perf_counter()
-    assert len(list(backend.score([samples], arm, {}))) == len(samples)
+    batches = [clusters[at : at + size] for at in range(0, len(clusters), size)]
+    outputs = [output for batch in batches for output in backend.score(batch, arm, {})]
+    assert len(outputs) == sum(map(len, clusters))
     return time.perf_counter() - start
 
 
 def report(
     options: argparse.Namespace,
     arms: int,
-    samples: list[Sample],
+    clusters: list[list[Sample]],
     requests: list[Any],
     loaded: LoadedModel,
     seconds: dict[str, float],
 ) -> None:
-    """Print both sides; write them with the machine they were taken on."""
-    answers = {"lm-eval": len(requests), "kveval": arms * len(samples)}
-    stem = len(plan_prefill([sample.prompt_ids for sample in samples]).stem)
-    fed = stem + sum(len(sample.prompt_ids) - stem for sample in samples)
-    prompts = [len(loaded.tokenizer(request.args[0])["input_ids"]) for request in requests]
-    prefilled = {"lm-eval": sum(prompts) / len(requests), "kveval": fed / len(samples)}
+    """Print all sides; write them with the machine they were taken on."""
+    scored = sum(map(len, clusters))
+    answers = {side: len(requests) if side == "lm-eval" else arms * scored for side in seconds}
+    fed = 0
+    for cluster in clusters:
+        prompts = [sample.prompt_ids for sample in cluster]
+        rounds = plan_batch([prompts], together=True).rounds
+        fed += rounds[-1].start + sum(len(prompts[i]) - r.start for r in rounds for i in r.questions)
+    asked = [len(loaded.tokenizer(request.args[0])["input_ids"]) for request in requests]
+    prefilled = {side: sum(asked) / len(asked) if side == "lm-eval" else fed / scored for side in seconds}
     per_minute = {side: 60 * answers[side] / seconds[side] for side in seconds}
     record = {
         "model": options.model,
+        "device": str(loaded.device),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "context_length": options.length,
         "questions": options.questions,
+        "haystacks": options.haystacks,
         "schemes": ["bf16", *SCHEMES],
         "lm_eval_task": LM_EVAL_TASK,
         "max_gen_toks": options.max_gen_toks or "the task's",
@@ -138,12 +159,13 @@ def report(
         "seconds": seconds,
         "prefill_tokens_per_answer": prefilled,
         "answers_per_minute": per_minute,
-        "ratio": per_minute["kveval"] / per_minute["lm-eval"],
+        "ratio": {side: rate / per_minute["lm-eval"] for side, rate in per_minute.items() if side != "lm-eval"},
         "env": env.collect(),
     }
     for side, rate in per_minute.items():
-        sys.stdout.write(f"{side:8} {rate:7.1f} answers per minute, {prefilled[side]:7.1f} prefill tokens per answer\n")
-    sys.stdout.write(f"ratio    {record['ratio']:7.1f}\n")
+        ratio = "" if side == "lm-eval" else f", {record['ratio'][side]:.1f}x"
+        fed_each = f"{prefilled[side]:8.1f} prefill tokens each"
+        sys.stdout.write(f"{side:22} {rate:8.1f} answers per minute, {fed_each}{ratio}\n")
     if options.out:
         options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
