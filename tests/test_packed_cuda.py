@@ -98,6 +98,26 @@ def test_a_prompt_in_blocks_and_its_path(monkeypatch: pytest.MonkeyPatch) -> Non
     close(logits["auto"], logits["dequant"])
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if scheme(name).blind_to_later])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
+def test_rows_that_share_their_first_tokens(name: str, build: Any) -> None:
+    """In one launch for all rows, or row by row where a window hides some of the tokens."""
+    model, logits = on_gpu(build(torch.bfloat16, head_dim=64)), {}
+    stem, rows = tokens(150, batch=1).cuda(), tokens(9, batch=6, seed=5).cuda()
+    for mode, share in (("auto", "fork_rows"), ("dequant", "fork_rows"), ("dequant", "batch_repeat_interleave")):
+        cache = QuantizedCache(model.config, scheme(name), attention=mode)
+        logits_of(model, stem, cache)
+        getattr(cache, share)(6)
+        with recorded_paths() as paths:
+            logits[mode, share] = logits_of(model, rows, cache)
+        cache.check_finite()
+        if mode == "auto":
+            assert build is tiny_gemma3 or set(paths.values()) == {"packed prefill"}
+            assert not any("dequantize" in path for path in paths.values())
+    assert torch.equal(logits["dequant", "fork_rows"], logits["dequant", "batch_repeat_interleave"])
+    close(logits["auto", "fork_rows"], logits["dequant", "fork_rows"])
+
+
 def test_heads_without_a_kernel_say_so() -> None:
     for model in (tiny_llama(torch.bfloat16), tiny_gemma2(torch.bfloat16), tiny_gpt_oss(torch.bfloat16)):
         on_gpu(model)
