@@ -200,6 +200,8 @@ def logits_in_float32(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not let its output head be replaced.",
             remedy="Set `dtype: float32`.",
         )
+    model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    model.config.tie_word_embeddings = False  # else whoever ties weights again would undo it
 
 
 def _resolve_packaged(name: str) -> ResolvedModel | None:

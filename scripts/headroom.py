@@ -1,8 +1,9 @@
 """Which tasks can see a damaged cache on which model, from finished runs: prints Markdown tables.
 
-    python scripts/headroom.py results/headroom-* --write docs/explanation/what-tasks-see.md
+    python scripts/headroom.py results/headroom-*-h200 --write docs/explanation/what-tasks-see.md
 
 A run needs the schemes that are asked about, beside its controls. --write puts the tables between the page's markers.
+Runs of one model share a table; no two of them may have the same task at the same context length.
 """
 
 from __future__ import annotations
@@ -55,23 +56,39 @@ def main() -> None:
 
 
 def tables(runs: Iterable[Path], schemes: Sequence[str]) -> str:
-    """One table per run, tasks down, context lengths across."""
-    return "\n".join(_table(run, read_records(run), schemes) for run in runs)
+    """One table per model, context lengths across, tasks down in the order of the run that has most of them."""
+    by_model: dict[str, list[Path]] = {}
+    for run in runs:
+        by_model.setdefault(read_plan(run)["model"]["id"], []).append(run)
+    return "\n".join(_table(model, of, schemes) for model, of in by_model.items())
 
 
-def _table(run: Path, records: pd.DataFrame, schemes: Sequence[str]) -> str:
-    lengths = sorted(records["context_length"].unique())
+def _table(model: str, runs: Sequence[Path], schemes: Sequence[str]) -> str:
+    cells: dict[tuple[str, int], str] = {}
+    sources = []
+    for run in sorted(runs, key=lambda run: -len(read_plan(run)["config"]["tasks"])):
+        records = read_records(run)
+        clusters = records.groupby(["task", "context_length"], sort=False)["cluster"].nunique()
+        for task, length in clusters.index:
+            if (task, length) in cells:
+                raise SystemExit(f"{task} at {format_tokens(length)} tokens is in {run.name} and in another run: name one.")
+            cells[task, length] = text(look(records[records["task"] == task], task, length, schemes))
+        sources.append(f"{run.name} ({_range(clusters)} haystacks or documents a cell)")
+    lengths = sorted({length for _, length in cells})
     lines = [
-        f"### {read_plan(run)['model']['id']} ({run.name})",
+        f"### {model}",
         "",
         "| task | " + " | ".join(format_tokens(int(n)) for n in lengths) + " |",
         "| --- |" + " --- |" * len(lengths),
     ]
-    for task, of in records.groupby("task", sort=False):
-        present = set(of["context_length"])
-        cells = [text(look(of, str(task), int(n), schemes)) if n in present else "" for n in lengths]
-        lines.append(f"| {task} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    for task in dict.fromkeys(task for task, _ in cells):
+        lines.append(f"| {task} | " + " | ".join(cells.get((task, n), "") for n in lengths) + " |")
+    return "\n".join([*lines, "", f"From {', '.join(sources)}.", ""])
+
+
+def _range(numbers: pd.Series[int]) -> str:
+    low, high = numbers.min(), numbers.max()
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def look(records: pd.DataFrame, task: str, length: int, schemes: Sequence[str]) -> Cell:

@@ -67,10 +67,11 @@ def test_a_cell_without_values_says_so() -> None:
 
 def test_the_page_shows_what_the_published_runs_say() -> None:
     page = (ROOT / "docs" / "explanation" / "what-tasks-see.md").read_text(encoding="utf-8")
-    names = [
-        *sorted(p.name for p in (ROOT / "results").glob("headroom-*")),
-        "smollm2-135m-h200",
-        "qwen2.5-coder-0.5b-h200",
-    ]
-    tables = headroom.tables([ROOT / "results" / name for name in names], headroom.SCHEMES)
+    tables = headroom.tables(sorted((ROOT / "results").glob("headroom-*-h200")), headroom.SCHEMES)
     assert f"{headroom.START}\n\n{tables}\n{headroom.END}" in page, "run scripts/headroom.py as the page says"
+
+
+def test_two_runs_of_one_cell_are_refused() -> None:
+    run = ROOT / "results" / "headroom-smollm2-135m-h200"
+    with pytest.raises(SystemExit, match="niah_single at 1k tokens is in headroom-smollm2-135m-h200 and in another run"):
+        headroom.tables([run, run], headroom.SCHEMES)

@@ -350,7 +350,11 @@ def test_logits_are_computed_in_float32(model_type: str, softcap: float | None, 
     assert embedding.dtype == torch.bfloat16
     head = model.get_output_embeddings()
     logits_in_float32(model)
+    model.tie_weights()
     assert model.get_output_embeddings() is head
+    assert head.weight.dtype == torch.float32
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, wide)
 
 
 def test_a_head_that_is_no_linear_layer_is_refused() -> None:
