@@ -71,7 +71,7 @@ def _table(model: str, runs: Sequence[Path], schemes: Sequence[str]) -> str:
         clusters = records.groupby(["task", "context_length"], sort=False)["cluster"].nunique()
         for task, length in clusters.index:
             if (task, length) in cells:
-                raise SystemExit(f"{task} at {format_tokens(length)} tokens is in {run.name} and in another run: name one.")
+                raise SystemExit(f"{run.name}: {task} at {format_tokens(length)} is in another run too: name one.")
             cells[task, length] = text(look(records[records["task"] == task], task, length, schemes))
         sources.append(f"{run.name} ({_range(clusters)} haystacks or documents a cell)")
     lengths = sorted({length for _, length in cells})
