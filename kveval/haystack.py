@@ -117,25 +117,25 @@ def build_samples(
         LengthError: the context length can't hold the needles and the question.
     """
     corpus = None if filler is None else load_corpus(filler)
-    plans = []
+    samples: list[Sample] = []
+    least = 0
     for number in range(-(-ctx.samples // queries)):
         haystack = describe(number, seeded_random(ctx, task, number))
         own = haystack.filler or corpus
         assert own is not None, "a task without a text source gives each haystack its own"
-        plans.append(_Plan.of(ctx, haystack, own))
-    least = max((plan.minimum for plan in plans), default=0)
+        plan = _Plan.of(ctx, haystack, own)
+        least = max(least, plan.minimum)
+        if ctx.context_length < least:
+            continue  # no sample will be; the error is to name what all of them need
+        stream = _Stream.of(ctx, plan, seeded_random(ctx, task, number, "filler"))
+        for place in range(min(queries, ctx.samples - len(samples))):
+            samples.append(_sample(ctx, task, number, place, plan, stream))
     if ctx.context_length < least:
         raise LengthError(
             f"task {task!r} needs at least {least} tokens; a context length of {ctx.context_length} "
             "can't hold its needles and its question.",
             remedy=f"Ask for context lengths of {least} or more, or for fewer needles.",
         )
-    samples: list[Sample] = []
-    for number, plan in enumerate(plans):
-        rng = seeded_random(ctx, task, number, "filler")
-        stream = _Stream.of(ctx, plan, rng)
-        for place in range(min(queries, ctx.samples - len(samples))):
-            samples.append(_sample(ctx, task, number, place, plan, stream))
     return samples
 
 

@@ -39,6 +39,7 @@ from kveval.identity import digest
 from kveval.prompting import PromptTemplate
 from kveval.python_file import call_own, load_python_file
 from kveval.text_metrics import edit_similarity, text_exact_match, text_f1, text_metric
+from kveval.token_ids import tokens_on_disk
 
 __all__ = [
     "Sample",
@@ -60,16 +61,16 @@ MAX_NEW_TOKENS = 128
 TEXT_METRIC = "string_match_all"
 """How a written answer is scored where a task file says nothing."""
 
-
-_TOKEN_IDS: dict[int, int] = {}
-
 LM_EVAL_PREFIX = "lm_eval:"
 """Before the name of a task of lm-evaluation-harness; see `kveval.integrations.lm_eval_task`."""
 
 
+@tokens_on_disk("prompt_ids", "answer_ids", "short_prompt_ids")
 @dataclass(frozen=True)
 class Sample:
     """One question with its expected answer, in tokens.
+
+    Its token ids are kept on disk (see `tokens_on_disk`).
 
     Attributes:
         id: Unique within a task and context length; equal ids mean equal tokens.
@@ -369,9 +370,7 @@ def make_sample(
     short_prompt_ids: Sequence[int] = (),
 ) -> Sample:
     """A sample whose id is its index and a digest of its tokens: unique, and the same on every run."""
-    # One object per token id, not per token: long prompts then take 8 bytes a token instead of 36.
-    prompt = tuple(map(_TOKEN_IDS.setdefault, prompt_ids, prompt_ids))
-    answer = tuple(answer_ids)
+    prompt, answer = tuple(prompt_ids), tuple(answer_ids)
     return Sample(
         id=f"{index:05d}-{digest('sample', [prompt, answer], length=12)}",
         index=index,
