@@ -1,8 +1,9 @@
-"""Scored answers per minute of a sweep of eight schemes: kveval against lm-eval's own way of asking a model.
+"""Scored answers per minute, of BF16 and eight schemes: kveval against lm-eval's own way of asking a model.
 
 lm-eval's HFLM takes each question of its RULER task `niah_single_1` by itself: it prefills the whole prompt and writes
-the answer. It has no cache formats, so what it scores is one scheme; eight would take eight times as long. kveval
-prefills a haystack once for each scheme, and feeds the answers of its eight questions.
+the answer. It has no cache formats, so what it scores is one scheme, and each more would take as long again. kveval
+prefills a haystack of `niah_multikey` once for each scheme, and feeds the answers of its eight questions. A sweep also
+runs controls and compares with the baseline, which is not timed here.
 
     pip install -e '.[bench,lm-eval]'
     python benchmarks/tasks.py --length 1k --out results/benchmarks/tasks_1k.json
@@ -137,13 +138,10 @@ def report(
     """Print all sides; write them with the machine they were taken on."""
     scored = sum(map(len, clusters))
     answers = {side: len(requests) if side == "lm-eval" else arms * scored for side in seconds}
-    fed = 0
-    for cluster in clusters:
-        prompts = [sample.prompt_ids for sample in cluster]
-        rounds = plan_batch([prompts], together=True).rounds
-        fed += rounds[-1].start + sum(len(prompts[i]) - r.start for r in rounds for i in r.questions)
+    sizes = dict(kveval_sides(options))
+    fed = {side: sum(_fed(clusters[at : at + n]) for at in range(0, len(clusters), n)) for side, n in sizes.items()}
     asked = [len(loaded.tokenizer(request.args[0])["input_ids"]) for request in requests]
-    prefilled = {side: sum(asked) / len(asked) if side == "lm-eval" else fed / scored for side in seconds}
+    prefilled = {"lm-eval": sum(asked) / len(asked)} | {side: count / scored for side, count in fed.items()}
     per_minute = {side: 60 * answers[side] / seconds[side] for side in seconds}
     record = {
         "model": options.model,
@@ -164,10 +162,19 @@ def report(
     }
     for side, rate in per_minute.items():
         ratio = "" if side == "lm-eval" else f", {record['ratio'][side]:.1f}x"
-        fed_each = f"{prefilled[side]:8.1f} prefill tokens each"
+        how = "written" if side == "lm-eval" else "fed"
+        fed_each = f"{how}, {prefilled[side]:8.1f} prefill tokens each"
         sys.stdout.write(f"{side:22} {rate:8.1f} answers per minute, {fed_each}{ratio}\n")
     if options.out:
         options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _fed(batch: list[list[Sample]]) -> int:
+    """Tokens of prompts that are fed for the questions of a batch."""
+    prompts = [[sample.prompt_ids for sample in cluster] for cluster in batch]
+    rounds = plan_batch(prompts, together=True).rounds
+    rests = sum(len(cluster[i]) - r.start for cluster in prompts for r in rounds for i in r.questions)
+    return len(batch) * rounds[-1].start + rests
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -50,6 +52,45 @@ def test_threads_read_and_write_at_once() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(made, range(32)))
+
+
+def test_a_fork_reads_what_there_was_and_writes_elsewhere() -> None:
+    """Processes that share a position in a file would read one another's samples."""
+    program = (
+        "import os\n"
+        "from kveval.token_ids import _Stored\n"
+        "made = [_Stored(range(i, i + 500)) for i in range(50)]\n"
+        "def right(): return all(s.read() == tuple(range(i, i + 500)) for i, s in enumerate(made))\n"
+        "children = []\n"
+        "for child in range(4):\n"
+        "    children.append(os.fork())\n"
+        "    if not children[-1]:\n"
+        "        own = [_Stored([child] * 500) for _ in range(50)]\n"
+        "        ok = all(right() and all(s.read() == (child,) * 500 for s in own) for _ in range(20))\n"
+        "        os._exit(0 if ok else 1)\n"
+        "more = [_Stored([9] * 500) for _ in range(50)]\n"
+        "assert all(right() and all(s.read() == (9,) * 500 for s in more) for _ in range(20))\n"
+        "assert [os.waitpid(c, 0)[1] for c in children] == [0] * 4\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_full_disk_names_the_remedy_and_spoils_nothing() -> None:
+    program = (
+        "import resource, signal\n"
+        "from kveval.errors import KvevalError\n"
+        "from kveval.token_ids import _Stored\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "first = _Stored(range(1000))\n"
+        "for _ in range(2):\n"
+        "    try: _Stored(range(1000))\n"
+        "    except KvevalError as error: assert 'TMPDIR' in error.remedy\n"
+        "    else: raise AssertionError\n"
+        "assert first.read() == tuple(range(1000))\n"
+        "assert _Stored([7]).read() == (7,)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", [name for name in known_tasks() if name not in TEXT])

@@ -60,7 +60,9 @@ class HFBackend:
         self, clusters: Sequence[Sequence[Sample]], arm: Arm, baseline: Mapping[str, Reference], decode_tokens: int
     ) -> Iterator[Output]:
         prompts = [[s.prompt_ids for s in cluster] for cluster in clusters]
-        plan = plan_batch(prompts, together=arm.scheme.blind_to_later)
+        # Where a forward reads its own tokens raw, what stands in one decides what a question sees.
+        together = arm.scheme.blind_to_later and arm.reads == "stored"
+        plan = plan_batch(prompts, together=together)
         samples = [sample for cluster in clusters for sample in cluster]
         cache = self.new_cache(arm, reserve=max(_longest(sample, decode_tokens) for sample in samples))
         timed, stem_s = clusters[0][plan.rounds[-1].questions[-1]], 0.0

@@ -194,11 +194,11 @@ class TestWhatIsFed:
         assert len(recorder.caches) == 1
         assert recorder.caches[0].get_seq_length() == 24
 
-    @pytest.mark.parametrize("name", LATER)
-    def test_questions_are_asked_one_by_one_where_later_tokens_matter(
-        self, backend: HFBackend, recorder: Recorder, name: str
+    @pytest.mark.parametrize(("name", "reads"), [*((name, "stored") for name in LATER), ("int4_g32", "fresh_chunk")])
+    def test_questions_are_asked_one_by_one_where_others_tokens_matter(
+        self, backend: HFBackend, recorder: Recorder, name: str, reads: str
     ) -> None:
-        score(backend, haystack(), arm(name, chunk=100))
+        score(backend, haystack(), arm(name, chunk=100, reads=reads))
         assert recorder.calls == [(0, list(HAY)), (24, [5, 6, 7, 8]), (24, [50, 51, 52]), (24, [60, 61])]
 
     def test_a_document_is_prefilled_from_stop_to_stop(self, backend: HFBackend, recorder: Recorder) -> None:
