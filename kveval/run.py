@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class _Cluster:
         size = len(self.samples) // self.rows
         return [self.samples[at : at + size] for at in range(0, len(self.samples), size)]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens that one arm feeds: each sequence's longest prompt, and every sample's own tail."""
         longest = sum(max(len(s.prompt_ids) for s in sequence) for sequence in self.sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 from array import array
@@ -72,6 +73,7 @@ class _File:
             self._file: IO[bytes] = tempfile.TemporaryFile(prefix="kveval-", buffering=0)  # noqa: SIM115 (stays open)
         except OSError as error:
             raise _no_room(error) from error
+        atexit.register(self._file.close)
         self._lock, self._size = Lock(), 0
 
     def append(self, data: bytes) -> int:
